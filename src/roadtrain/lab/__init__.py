@@ -1,9 +1,7 @@
 """The lab: a cluster emulated on one machine, whose storage and network have set rates.
 
-Every part of a lab is removed when the context of the part ends, also after an error. `sweep()`
-removes the parts that a SIGKILL has left. Read `network.py` first (hosts, NICs, links), then
-`storage.py` (SSDs). `lab_command.py` runs a lab that a file describes. `bad_link.py` has links with
-deliberate faults.
+Everything in a lab is removed when its context ends, also after an error; `sweep()` removes what a
+SIGKILL has left. Read `network.py` first (hosts, NICs, links), then `storage.py` (SSDs).
 """
 
 from roadtrain.lab.cpus import CpuLimit, cpus_available

@@ -1,18 +1,14 @@
 """A TCP relay that makes a link faulty on purpose: slow, delayed, stalled, cut, with flipped bits.
-Runs in user space, without root.
 
-Peers connect to the relay, which passes their data on to the target. A relay runs in a thread of
-its own (`Relay`) or in a process of its own. The process may run on a host of the lab: `python -m
-roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT` starts the relay and prints its address. Each line
-of the process's standard input calls a method of Relay, such as `set_rate 1e6`, `cut 1000 back` or
-`flip 5000 there 7`. After each call, the process prints the line `done`. At the end of its standard
-input, the process ends. Only TCP is supported. The relay loses and reorders no bytes, changes bytes
-only by `flip`, and does not interpret the data.
+Peers connect to the relay, which passes their data on to the target. A relay runs in a thread
+(`Relay`) or in a process of its own: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT`
+prints the relay's address. Each line of its standard input calls a method of Relay, such as
+`set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`, and is answered by `done`. The process ends
+with its standard input. Needs no root.
 
 Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
-direction. Each direction has its own rate, which all connections share. Data stays in the relay at
-least for the set delay. The relay holds at most about 16 MiB per connection and direction, so a
-long delay limits the rate to at most 16 MiB / delay.
+direction. All connections share the rate of a direction. The relay holds at most about 16 MiB per
+connection and direction, so a long delay limits the rate to 16 MiB / delay.
 """
 
 from __future__ import annotations
@@ -32,11 +28,11 @@ Way = Literal["there", "back"]
 
 
 class Relay:
-    """A TCP relay that makes a link faulty on purpose. The relay runs within its context.
+    """A TCP relay that makes a link faulty on purpose, and runs within its context.
 
-    `address`: the address at which the relay listens; if `listen` has port 0, the port is any free
-    port. `nbytes`: direction (`there` or `back`) -> number of bytes passed on. `flipped`: number of
-    flipped bits. All methods are thread-safe. When a method returns, the change is in effect.
+    `address`: the address at which the relay listens (port 0 in `listen` chooses a free port).
+    `nbytes`: number of bytes passed on to the target ("there") and back ("back"). `flipped`: number
+    of flipped bits. All methods are thread-safe and take effect before they return.
     """
 
     def __init__(
@@ -60,20 +56,18 @@ class Relay:
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
-        """Set the rates in the directions `there` (`bytes_per_s`) and `back` (`back_bytes_per_s`).
-        If `back_bytes_per_s` is None, both directions get the rate `bytes_per_s`."""
+        """Set the rate towards the target, and the rate back from it (default: the same)."""
         rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
         self._do(lambda: self._rate.update(rates))
 
     def stall(self) -> None:
-        """Stop passing data on until `resume` is called. Open connections stay open, and the relay
-        still accepts new connections."""
+        """Stop passing data on until `resume` is called; connections stay open and new ones are
+        accepted."""
         self._do(self._going.clear)
 
     def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
-        """Close all connections when exactly `after_nbytes` more bytes have passed in the direction
-        `way`, counted over all connections. If `after_nbytes` is 0, close all connections at
-        once."""
+        """Close all connections when exactly `after_nbytes` more bytes (0: at once) have passed in
+        the direction `way`, counted over all connections."""
 
         def begin() -> None:
             self._left[way] = after_nbytes
@@ -84,9 +78,8 @@ class Relay:
 
     def flip(self, after_nbytes: int = 0, way: Way = "there", bit: int = 0) -> None:
         """Flip bit `bit` (0 to 7) of the byte that follows `after_nbytes` more bytes in the
-        direction `way`, counted over all connections. May be called repeatedly. Bytes that are
-        still in the relay, because of the rate, a delay or a stall, are counted in
-        `after_nbytes`."""
+        direction `way`, counted over all connections. Bytes that still wait in the relay are
+        counted too. May be called repeatedly."""
 
         def begin() -> None:
             self._flips.append((way, self.nbytes[way] + int(after_nbytes), int(bit)))
@@ -205,9 +198,8 @@ class Relay:
                     return self._cut(way)
 
     def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
-        """Return `piece` with the pending flips applied. `piece`: bytes that follow each other in
-        the direction `way`. `begin`: the number of bytes that passed in this direction before
-        `piece`."""
+        """Return `piece` with the pending flips applied. `begin`: the number of bytes that passed
+        in the direction `way` before `piece`."""
         if not self._flips:
             return piece
         spoiled = bytearray(piece)

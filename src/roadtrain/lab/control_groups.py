@@ -1,8 +1,4 @@
-"""Control groups (cgroups) of a lab. Does NOT set limits (cpus.py, storage.py).
-
-The process that creates a control group is itself a member of another control group. When the
-created group is removed, all of its members move to this other group.
-"""
+"""Control groups (cgroups) of a lab. Does NOT set limits (cpus.py, storage.py)."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from roadtrain.lab.resource import LabResource, folder, retry_undo
 class ControlGroup(LabResource):
     """A control group in the top level of a controller's hierarchy (cgroup version 1 or 2).
 
-    At the end of the context, all processes in this group move to the control group of the process
-    that created this group. Then this group is removed.
+    At the end of the context the group is removed. Its processes then move to the control group of
+    the process that created it.
     """
 
     controller: str
@@ -34,15 +30,14 @@ class ControlGroup(LabResource):
         return partial(undo_group, self.group, back)
 
     def enter_process(self, pid: int) -> None:
-        """Move a process with all its threads into the group. Threads and children that the process
-        makes later are also members."""
+        """Move a process with all its threads into the group. Threads and children made later also
+        belong to the group."""
         (self.group / "cgroup.procs").write_text(str(pid))
 
 
 def hierarchy(controller: str) -> Path | None:
-    """Return the root directory of the cgroup hierarchy that has the groups of `controller`. Prefer
-    the hierarchy of cgroup version 1 to the hierarchy of version 2. Return None if neither version
-    has the controller."""
+    """Return the root directory of the cgroup hierarchy that has `controller`, or None. Version 1
+    is preferred to version 2."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, at, kind, how, *_ in mounts:
         if kind == "cgroup" and controller in how.split(","):
@@ -71,8 +66,7 @@ def undo_group(group: Path, back: Path) -> None:
 
 
 def _own_group(controller: str) -> Path | None:
-    """Return the directory of this process's group in the controller's hierarchy, or None if this
-    process has no such group."""
+    """Return the directory of this process's group in the controller's hierarchy, or None."""
     if (root := hierarchy(controller)) is None:
         return None
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -1,8 +1,8 @@
-"""CpuLimit: a control group that limits the CPU time of all its members together. The members are
-not pinned to CPUs.
+"""CpuLimit: a control group that limits the CPU time of its members. Members are not pinned to
+CPUs.
 
-Requires Linux, root and the `cpu` controller with CFS bandwidth control, of cgroup version 1 or 2;
-`cpus_available()` reports what is missing.
+Requires Linux, root and the `cpu` controller with CFS bandwidth control; `cpus_available()` reports
+what is missing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ MIN_CPUS = 0.05  # the kernel's smallest quota is 1 ms
 
 
 def cpus_available() -> str | None:
-    """Return the reason why CPUs cannot be limited on this machine, or None if CPUs can be
-    limited."""
+    """Return the reason why CPUs cannot be limited on this machine, or None if they can."""
     if why := why_not():
         return why
     root = hierarchy("cpu")
@@ -27,7 +26,7 @@ def cpus_available() -> str | None:
 
 
 class CpuLimit(ControlGroup):
-    """A control group whose members together get the time of `cpus` CPUs (0.4 is two fifths of a
+    """A control group whose members together get the time of `cpus` CPUs (0.4: two fifths of a
     CPU).
 
     Raises ConfigError if `cpus` is less than 0.05.

@@ -1,11 +1,9 @@
-"""LabHost: a host of a lab. A host is a network namespace with NICs, host names and a CPU limit.
+"""LabHost: a host of a lab, which is a network namespace with NICs, host names and a CPU limit.
 network.py makes the hosts.
 
-Note "inside a host". To run a process on a host, `nsenter` enters the host's network namespace, and
-`unshare` makes a mount namespace and a host-name namespace for the process. The process sees the
-name of the lab's host as its host name, a file with the addresses of all hosts of the lab as
-/etc/hosts, and the NICs of the lab's host in /sys. The mount and host-name namespaces end with the
-process, so nothing has to be removed.
+Note "inside a host". A process on a host enters the host's network namespace, and gets mount and
+host-name namespaces that end with the process. It sees the lab host's name, NICs and file of names
+(as /etc/hosts).
 """
 
 from __future__ import annotations
@@ -41,10 +39,11 @@ DROPPED = ("tcp", "udp", "icmp")  # without ARP, so that addresses can still be 
 
 
 def inside(name: str, net: str | Path, names: str | Path, group: str | Path = "") -> list[str]:
-    """Return the arguments to put before the arguments of a command, so that the command runs on a
-    host. `name`: the host's name. `net`: the file of the host's network namespace. `names`: the
-    file that the command sees as /etc/hosts. `group`: the directory of the host's control group, or
-    ""."""
+    """Return the words to put before a command so that it runs on a host.
+
+    `name`: the host's name. `net`: the file of the host's network namespace. `names`: the file that
+    the command sees as /etc/hosts. `group`: the directory of the host's control group, or "".
+    """
     return ["nsenter", f"--net={net}", "--", *ISOLATED, name, str(names), str(group)]
 
 
@@ -68,7 +67,7 @@ class LabHost:
 
     @property
     def address(self) -> str:
-        """The address of the host's first NIC. The address of NIC k is `nics[k].address`."""
+        """The address of the host's first NIC."""
         return self.nics[0].address
 
     @property
@@ -77,9 +76,8 @@ class LabHost:
         return str(self.limit.group) if self.limit else ""
 
     def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Start a command, and wait until the process of the command is on this host. Return this
-        process. The process is killed when the context of the lab's Network ends. `popen`: options
-        of subprocess.Popen."""
+        """Start a command, and return its process once it is on this host. The process is killed
+        when the lab's Network ends. `popen`: options of subprocess.Popen."""
         words = [*inside(self.name, self.net, self.names, self.group), *argv]
         process = subprocess.Popen(words, **popen)
         with contextlib.suppress(FileNotFoundError):  # the process has already ended
@@ -98,8 +96,8 @@ class LabHost:
         self.limit.set_cpus(cpus)
 
     def set_names(self, addresses: Mapping[str, str]) -> None:
-        """Set the address of each name in `addresses` on this host, also for running processes. All
-        other names keep their addresses."""
+        """Set the addresses of these names on this host, also for running processes. Other names
+        keep their addresses."""
         self._addresses.update(addresses)
         lines = ["127.0.0.1 localhost", *(f"{to} {name}" for name, to in self._addresses.items())]
         self.names.write_text("\n".join(lines) + "\n")  # in place, because the file is mounted
@@ -120,8 +118,8 @@ class LabHost:
 
 
 def batch(net: Path, lines: Sequence[str]) -> None:
-    """Run a command of iproute2's `ip` for each element of `lines` (the arguments of the command).
-    `net`: the file of the network namespace in which the commands run."""
+    """Run iproute2's `ip` in a network namespace, once for each line of arguments. `net`: the file
+    of the namespace."""
     _enter(net, "ip -batch -", "\n".join(lines) + "\n")
 
 

@@ -1,10 +1,8 @@
-"""`roadtrain lab up | run | down`: a lab that a lab file describes. The process of `up` makes the
-lab, and removes the lab when the process ends.
+"""`roadtrain lab up | run | down`: a lab that a lab file describes. Starts no process on the hosts.
 
-The process of `up` writes the file `lab.json` into a temporary directory. `run` and `down` search
-for this file to find the lab. The path of the lab file (`LabFile`) identifies the lab. Unknown keys
-and wrong types in the lab file raise ConfigError; rates and sizes are checked but kept as written,
-for display. `up` starts no process on the hosts.
+`up` makes the lab, and writes a file `lab.json` by which `run` and `down` find it. Its process
+removes the lab when it ends. Rates and sizes in the lab file are checked but kept as written, for
+display.
 """
 
 from __future__ import annotations
@@ -184,8 +182,7 @@ def down(path: str) -> None:
 
 
 def _lacking(lab: LabFile) -> str | None:
-    """Return the reason why this lab cannot be made on this machine, or None if the lab can be
-    made."""
+    """Return the reason why this lab cannot be made on this machine, or None."""
     why = network_available()
     if not why and lab.cpus():
         why = cpus_available()
@@ -269,8 +266,8 @@ def _detached(path: str) -> None:
 
 
 def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
-    """Return (directory with lab.json, PID of the process that made the lab, hosts) of a lab that
-    is up, or None if the lab is not up."""
+    """Return (directory of lab.json, PID of the lab's maker, hosts) of a lab that is up, or
+    None."""
     if os.geteuid() != 0:
         raise ConfigError("labs need root, but this process is not root")
     for home, kind, pid, alive in folders():

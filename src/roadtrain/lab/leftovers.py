@@ -1,5 +1,4 @@
-"""Removal of the directories, networks and control groups that labs of dead processes have left.
-Labs of living processes are not changed."""
+"""Removal of the directories, networks and control groups that labs of dead processes have left."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ CONTROLLERS = ("blkio", "cpu")
 
 
 def sweep() -> list[str]:
-    """Remove everything that labs of dead processes have left. Returns the paths of the removed
+    """Remove everything that labs of dead processes have left. Return the paths of the removed
     directories and control groups, for printing."""
     homes = [(path, kind) for path, kind, _, alive in folders() if not alive]
     roots = {root for name in CONTROLLERS if (root := hierarchy(name))}

@@ -1,24 +1,20 @@
-"""Network of a lab: hosts as network namespaces, NICs with set rates, switches, and slower links
-between switches.
+"""Network of a lab: hosts as network namespaces, NICs with set rates, and switches with slower
+links.
 
 Requires Linux, root, iproute2 and util-linux; `network_available()` reports what is missing. A rate
-counts the bytes of Ethernet frames, with headers; at an MTU of 1500, TCP payload gets 0.956 of the
-rate. Latency is not emulated (but bad_link.py can delay a link). All hosts share file systems and
-process ids. A host cannot reach anything outside the lab's network. Hosts find each other by name.
-The name of a host resolves to the address of the host's first NIC that can be reached, and
-`NAME-ethK` resolves to the address of the host's NIC K. When the network ends, processes on its
-hosts are killed, and namespaces and control groups are removed.
+counts the bytes of Ethernet frames; at an MTU of 1500, TCP payload gets 0.956 of the rate. Latency
+is not emulated (but bad_link.py can delay a link). Hosts share file systems and process ids, and
+reach nothing outside the lab. A host's name resolves to the address of its first NIC that can be
+reached, and `NAME-ethK` to the address of its NIC K.
 
 Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths: the
 device `ethN` in the host and a port `pN` of the bridge. A link between switches is a pair of ports.
-tc's tbf limits both ends, so each direction has its own rate. A bind mount in the network's
-directory keeps a namespace alive, and so do the processes in the namespace.
+tc's tbf limits both ends, so each direction has its own rate.
 
 Switches that are linked form one network 10.F.0.0/16, in which NIC K of host H has the address
-10.F.K.H. If a host has two NICs on one network, the host's replies come from the address to which
-the request was sent, and a connection that is bound to the address of a NIC uses this NIC. The
-routing rule that accepts packets for a host's own addresses is moved from number 0 to number 1, so
-that a rule with number 0 can drop packets first (`LabHost.drop_from`).
+10.F.K.H. A host replies from the address to which a request was sent, and a connection that is
+bound to a NIC's address uses this NIC. A host's routing rule 0 is free for dropping packets
+(`LabHost.drop_from`).
 """
 
 from __future__ import annotations
@@ -74,21 +70,19 @@ LOSS_TRIAL = (
 
 
 def network_available() -> str | None:
-    """Return one sentence that says why no network can be emulated on this machine, or None if a
-    network can be emulated. To find the reason, this function tries to make a small network in
-    temporary namespaces."""
+    """Return the reason why no network can be emulated on this machine, or None. Makes and removes
+    a small network to find out."""
     return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
 def loss_available() -> str | None:
-    """Return one sentence that says why NICs cannot lose packets on this machine, or None if NICs
-    can lose packets."""
+    """Return the reason why NICs cannot lose packets on this machine, or None."""
     return network_available() or _refused(LOSS_TRIAL)
 
 
 def _refused(script: str) -> str | None:
-    """Run a shell script in new namespaces. Returns a sentence with the script's error output, or
-    None if the script succeeds."""
+    """Run a shell script in new namespaces. Return a sentence with its error output, or None if it
+    succeeds."""
     with tempfile.TemporaryDirectory() as home:
         names = Path(home, "names")
         names.touch()
@@ -98,15 +92,17 @@ def _refused(script: str) -> str | None:
 
 
 class Network(LabResource):
-    """An emulated network of hosts and switches. Raises ConfigError for an invalid host name, for
-    links that form a cycle, and if CPUs cannot be limited.
+    """An emulated network of hosts and switches.
 
     Arguments: `hosts`: host name -> NICs of the host. `links`: (switch, switch) -> rate of the link
-    between two switches, in bytes per second in each direction. `cpus`: host name -> number of CPUs
-    that all processes of the host may use together.
+    between the two, in bytes per second in each direction. `cpus`: host name -> number of CPUs that
+    all processes of the host may use together.
 
-    Within the context, there are two attributes. `hosts`: host name -> LabHost. `links`: (switch,
-    switch) -> LabLink.
+    Within the context, `hosts` maps host names to LabHosts, and `links` maps (switch, switch) to
+    LabLinks.
+
+    Raises ConfigError for an invalid host name, for links that form a cycle, and if CPUs cannot be
+    limited.
     """
 
     def __init__(
@@ -204,8 +200,6 @@ class Network(LabResource):
         return link
 
     def _names(self, host: LabHost) -> dict[str, str]:
-        """Return the names of all hosts and NICs, with the addresses at which `host` reaches
-        them."""
         reached = {_network_of(nic) for nic in host.nics}
         names: dict[str, str] = {}
         for other in self.hosts.values():

@@ -1,12 +1,8 @@
-"""NICs and links of a lab: rates, cuts, loss, MTUs and traffic counters. network.py makes the NICs
-and links.
+"""NICs and links of a lab: rates, cuts, loss, MTUs and traffic counters. network.py makes them.
 
-Note "loss". At the receiving end of each direction, tc's clsact applies a filter of four
-instructions of classic BPF. For each packet, the filter draws a random number of 32 bits, and drops
-the packet if the number is below the share of lost packets, scaled to 32 bits. A sender's kernel
-may pass a large block of data to the NIC, which splits the block into packets. The filter would
-count such a block as one packet. So on links with loss, the kernel itself splits the data into
-packets.
+Note "loss". A BPF filter at the receiver drops each packet with the set probability. A NIC may
+split a large block of data into packets, and the filter would count the block as one packet. So on
+links with loss, the sender's kernel splits the data.
 """
 
 from __future__ import annotations
@@ -31,15 +27,13 @@ LOSING = "4,32 0 0 4294963256,53 0 1 {bound},6 0 0 0,6 0 0 2"
 
 
 def limit_of(bytes_per_s: float) -> str:
-    """Return arguments for the command `tc` that limit the rate at which data leaves a device. In
-    these arguments, the unit bps is bytes per second.
+    """Return arguments for the command `tc` that limit the rate at which data leaves a network
+    device.
 
-    After an idle time, the device may send a burst at once. The size of the burst is the number of
-    bytes that the rate allows in 20 ms, but at least 80 kB and at most 256 KiB. The kernel passes
-    data to the device in blocks of up to 64 kB plus headers. If the burst were smaller than such a
-    block, the kernel would have to split the block, which costs much CPU time. The device's queue
-    holds the bytes that the rate allows in 20 ms, plus 256 KiB. A shorter queue would slow down TCP
-    connections that share the link.
+    After an idle time, the device may send the bytes of 20 ms at once, but at least 80 kB and at
+    most 256 KiB: a smaller burst would force the kernel to split its blocks of 64 kB, which costs
+    much CPU time. The queue holds the bytes of 20 ms plus 256 KiB; a shorter queue would slow down
+    TCP connections that share the link.
     """
     in_time = int(bytes_per_s * BURST_S)
     burst = min(max(in_time, LEAST_BURST), MOST_BURST)
@@ -47,8 +41,8 @@ def limit_of(bytes_per_s: float) -> str:
 
 
 def losing(share: float) -> str:
-    """Return the bytecode, as arguments for the command `tc`, of a filter that drops the fraction
-    `share` of all packets. Raises ConfigError if `share` is not in [0, 1)."""
+    """Return `tc`'s arguments for a filter that drops the fraction `share` of all packets. Raises
+    ConfigError if `share` is not in [0, 1)."""
     if not 0 <= share < 1:
         raise ConfigError(
             f"loss = {share} is not valid: a fraction of packets must be at least 0 and below 1"
@@ -58,8 +52,8 @@ def losing(share: float) -> str:
 
 @dataclass(frozen=True)
 class LabNic:
-    """The description of a NIC of a host. `bytes_per_s`: rate of outgoing data. `in_bytes_per_s`:
-    rate of incoming data; if None, the rate of outgoing data."""
+    """The description of a host's NIC. `bytes_per_s`: rate of outgoing data. `in_bytes_per_s`: rate
+    of incoming data (default: the same)."""
 
     bytes_per_s: float
     switch: str = "switch"
@@ -79,21 +73,20 @@ class End:
     device: str
 
     def do(self, tool: str, words: str, *more: str) -> str:
-        """Run a tool in the namespace and return its output. `words`: arguments, which are split at
-        blanks. `more`: further arguments, which are not split."""
+        """Run a tool in the namespace and return its output. `words`: arguments, separated by
+        blanks. `more`: further arguments, which may contain blanks."""
         return command("nsenter", f"--net={self.net}", tool, *words.split(), *more)
 
 
 def _send_cut_up(end: End, split: bool) -> None:
-    """Set whether the kernel splits large blocks of data into packets before the blocks are sent
-    (`split`), or leaves the splitting to the NIC."""
+    """Set whether the kernel splits large blocks of data into packets, or leaves this to the
+    NIC."""
     end.do("ip", f"link set {end.device} gso_max_segs {1 if split else 65535}")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent and received since a NIC was made. `LabLink.traffic` counts TCP payload, and
-    `LabLink.frames` counts whole Ethernet frames."""
+    """Bytes sent and received since a NIC was made."""
 
     sent: int
     received: int
@@ -112,18 +105,17 @@ class LabLink:
     address: str = ""
 
     def set_rate(self, bytes_per_s: float, in_bytes_per_s: float | None = None) -> None:
-        """Set the rate at which data leaves the near end (the host, or the first switch), and the
-        rate at which data arrives at the near end. If `in_bytes_per_s` is None, both rates are
-        `bytes_per_s`."""
+        """Set the rates at which data leaves and reaches the near end (the host, or the first
+        switch). By default, `in_bytes_per_s` is equal to `bytes_per_s`."""
         for end, rate in ((self.near, bytes_per_s), (self.far, in_bytes_per_s or bytes_per_s)):
             end.do("tc", f"qdisc replace dev {end.device} {limit_of(rate)}")
 
     def set_mtu(self, mtu: int, carried: int | None = None) -> None:
-        """Set the MTU of the host's NIC to `mtu`, and the MTU of the switch's port for this NIC to
-        `carried` (if None, to `mtu`). The port silently drops larger packets, as a real switch
-        does.
+        """Set the MTU of the host's NIC to `mtu`, and that of its switch port to `carried`
+        (default: `mtu`).
 
-        Raises ConfigError for an MTU that the lab's NICs do not support.
+        The port silently drops larger packets, as a real switch does. Raises ConfigError for an MTU
+        that the lab's NICs do not support.
         """
         for end, nbytes in ((self.near, mtu), (self.far, carried or mtu)):
             if not MIN_MTU <= nbytes <= MAX_MTU:
@@ -134,10 +126,10 @@ class LabLink:
             _send_cut_up(self.near, carried is not None)
 
     def set_loss(self, share: float) -> None:
-        """Lose each packet with the probability `share`, independently in each direction. After the
-        first call, even with `share` 0, the kernel sends packets one by one, which costs CPU time.
+        """Lose each packet with the probability `share`, independently in each direction.
 
-        Raises ConfigError if `share` is not in [0, 1).
+        From the first call on, the kernel sends packets one by one, which costs CPU time. Raises
+        ConfigError if `share` is not in [0, 1).
         """
         dropping = losing(share)
         for end in (self.near, self.far):
@@ -151,9 +143,8 @@ class LabLink:
         return "clsact" in end.do("tc", f"qdisc show dev {end.device}")
 
     def frames(self) -> Traffic:
-        """Return the number of bytes of Ethernet frames, with headers, that have left the near end
-        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. A
-        link's rate limits the same bytes."""
+        """Return the bytes of Ethernet frames, with headers, sent from the near end (`sent`) and
+        from the far end (`received`). Frames that are lost later are included."""
         sent, received = (
             json.loads(end.do("tc", f"-s -j qdisc show dev {end.device} root"))[0]["bytes"]
             for end in (self.near, self.far)
@@ -161,13 +152,11 @@ class LabLink:
         return Traffic(sent, received)
 
     def traffic(self) -> Traffic:
-        """Return the number of bytes of TCP payload that have left the near end (`sent`) and that
-        have arrived at the near end (`received`).
+        """Return the bytes of TCP payload sent from the near end and received there.
 
-        The numbers are computed from the kernel's counts of bytes and packets, with 66 bytes of
-        headers per packet (Ethernet 14, IP 20, TCP with time stamps 32). Each packet that is not a
-        segment with time stamps (ARP, the first packets of a connection, selective
-        acknowledgements) causes an error of some bytes. Retransmissions are included.
+        The numbers are computed from the kernel's counters, with 66 bytes of headers per packet.
+        Each packet without TCP time stamps (ARP, the first packets of a connection) causes an error
+        of some bytes. Retransmissions are included.
         """
         (shown,) = json.loads(self.near.do("ip", f"-s -j link show dev {self.near.device}"))
         sent, received = (
@@ -177,8 +166,8 @@ class LabLink:
         return Traffic(sent, received)
 
     def down(self) -> None:
-        """Cut the link: packets are lost in both directions, and the host sees no carrier.
-        TCP connections stall, but do not break."""
+        """Cut the link: packets are lost in both directions, and the host sees no carrier. TCP
+        connections stall, but do not break."""
         self.far.do("ip", f"link set {self.far.device} down")
 
     def up(self) -> None:

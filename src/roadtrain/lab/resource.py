@@ -1,10 +1,9 @@
-"""LabResource: a part of a lab (such as a network or a device), which is removed exactly once. The
-part's name identifies the process that made the part.
+"""LabResource: a network, loop device or control group of a lab, which is removed exactly once.
 
-Note "names". The name of a directory or group is `roadtrain-lab-PID-START-KIND-...`. KIND is the
-kind of the part, such as `net` or `loop`. START is the time at which the kernel started the process
-PID, so that a later process with the same PID is not mistaken for the maker. If the maker of a
-resource is dead, any process can remove the resource with the information in its directory.
+Note "names". The name of a directory or control group is `roadtrain-lab-PID-START-KIND-...`. KIND
+is the kind of resource, such as `net` or `loop`. PID is the process that made the resource, and
+START the time at which it started, since a later process may get the same PID. If this process is
+dead, any process can remove the resource.
 """
 
 from __future__ import annotations
@@ -26,16 +25,18 @@ UNDO_TIMEOUT_S = 10.0
 
 
 def folder(kind: str, inside: Path | None = None) -> Path:
-    """Make a directory whose name identifies this process: see Note "names". The directory is made
-    in `inside`, or in the temporary directory if `inside` is None. `kind`: the kind of the part of
-    the lab, such as `net`."""
+    """Make a directory whose name identifies this process (see Note "names").
+
+    `kind`: the kind of resource, such as `net`. `inside`: the parent directory (default: the
+    temporary directory).
+    """
     prefix = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
 
 
 def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:
     """Yield (path, kind, PID of the maker, True if the maker is alive) for each directory that
-    `folder` has made in `inside`, sorted by name. A maker is the process that called `folder`."""
+    `folder` has made in `inside`, sorted by name."""
     for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
         pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
         if pid.isdecimal():
@@ -45,8 +46,8 @@ def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]
 class LabResource:
     """A resource that exists within its context.
 
-    The resource is removed once: when the context ends, after an error while the resource is made,
-    or when the interpreter ends. A forked child does not own the resource and does not remove it.
+    The resource is removed once: when the context ends, after an error in making it, or when the
+    interpreter ends. A forked child does not remove it.
     """
 
     def __enter__(self) -> Self:
@@ -60,9 +61,9 @@ class LabResource:
         self._undo()
 
     def _begin(self) -> Callable[[], None]:
-        """Make the directory or control group by which the resource can be found. Returns a
-        function that removes the resource. The function must not refer to `self`, because the
-        resource could otherwise not be garbage-collected."""
+        """Make the directory or control group by which the resource can be found. Return a function
+        that removes the resource and does not refer to `self`, since `self` could otherwise not be
+        garbage-collected."""
         raise NotImplementedError
 
     def _make(self) -> None:
@@ -70,17 +71,15 @@ class LabResource:
 
 
 def why_not(*tools: str) -> str | None:
-    """Return the reason why this process cannot emulate anything with `tools` (the process is not
-    root, or a tool is not installed). Return None if there is no such reason. `tools`: names of
-    programs."""
+    """Return the reason why this process cannot run these tools as root, or None."""
     if os.geteuid() != 0:
         return "not root"
     return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)
 
 
 def retry_undo(undo: Callable[[], object]) -> object:
-    """Call `undo` until `undo` succeeds. The first calls may fail, because a dying process keeps
-    its group and open files for a moment, and because a process may fork while it is moved."""
+    """Call `undo` until it succeeds, for up to 10 s. The first calls may fail, because a dying
+    process keeps its control group and open files for a moment."""
     return retry(undo, (OSError, RoadtrainError), UNDO_TIMEOUT_S)
 
 
@@ -94,8 +93,8 @@ def command(*words: str, text: str | None = None) -> str:
 
 
 def start_time(pid: int | str) -> str:
-    """Return the time at which a process began, in clock ticks after boot (proc(5), stat, field
-    22), or "" if there is no such process."""
+    """Return the time at which a process began, in clock ticks after boot, or "" if there is no
+    such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):

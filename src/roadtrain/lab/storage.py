@@ -1,11 +1,9 @@
 """Storage of a lab: files that emulate SSDs with set rates.
 
 Requires Linux, root and cgroup v1 blkio; `lab_available()` reports what is missing. Rates apply to
-direct I/O only, because buffered writes bypass blkio. Latency is not emulated. A device or group is
-removed when its context ends, also after an error, or when the process ends. `sweep()` removes the
-devices and groups that a SIGKILL has left. The directory of a LoopDevice has a directory `mount/`
-and a file with the path of the device's image. This file is named `kept` if the image is kept when
-the device is removed, otherwise `backing`.
+direct I/O only, because buffered writes bypass blkio. Latency is not emulated. A device's directory
+has the mounted `mount/`, and a file with the image's path: `kept` if the image outlives the device,
+otherwise `backing`.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_
 
 
 def lab_available() -> str | None:
-    """Return the reason why storage cannot be emulated on this machine, or None if storage can be
-    emulated."""
+    """Return the reason why storage cannot be emulated on this machine, or None."""
     if why := why_not("losetup", "mount", "umount", "mkfs.ext4"):
         return why
     if not Path("/dev/loop-control").exists():
@@ -41,14 +38,14 @@ def lab_available() -> str | None:
 
 
 class LoopDevice(LabResource):
-    """A loop device with direct I/O, whose storage is a preallocated file of `nbytes` at `path`.
-    The device is formatted and mounted (noatime).
+    """A mounted loop device with direct I/O, whose storage is a preallocated file of `nbytes` at
+    `path`.
 
     Within the context, `mount` is the directory of the mounted device, and `major_minor` identifies
-    the device for a Throttle. The file is removed when the context ends. With `keep`, the file and
-    its content stay, an existing file is used again, and space is allocated only as needed. Raises
-    ConfigError if the file already exists (without `keep`) or has no room, and RoadtrainError if a
-    command fails.
+    the device for a Throttle. The file is removed when the context ends. With `keep`, the file
+    stays, an existing file is used again, and space is allocated only as needed. Raises ConfigError
+    if the file already exists (without `keep`) or has no room, and RoadtrainError if a command
+    fails.
     """
 
     def __init__(self, path: str | Path, nbytes: int, *, keep: bool = False) -> None:
@@ -86,8 +83,8 @@ class LoopDevice(LabResource):
         command("mount", "-o", "noatime", device, str(self.mount))
 
     def _make_kept(self, new: Path) -> None:
-        """Make the image under the temporary name `new`, and then rename the image. So the final
-        path never has an incomplete image, even after a kill."""
+        """Make the image under the name `new`, then rename it, so that a kill leaves no incomplete
+        image."""
         with new.open("wb") as image:
             image.truncate(self.nbytes)
         command("mkfs.ext4", *MKFS, *FEW_FILES, str(new))
@@ -96,11 +93,7 @@ class LoopDevice(LabResource):
 
 class Throttle(ControlGroup):
     """A control group that limits the rates at which its members together read and write each of
-    `devices`. A device is a LoopDevice or a "MAJ:MIN" number.
-
-    At the end of the context, all processes in this group move to the control group of the process
-    that created this group. Then this group is removed.
-    """
+    `devices`, which are LoopDevices or "MAJ:MIN" numbers."""
 
     controller = "blkio"
 

@@ -1,11 +1,8 @@
-"""Measure the speed of this rank: the time of one micro-batch's forward and backward through this
-rank's segments of the model. Also measure the activation memory that each block keeps for its
-backward.
+"""Measure, on this rank, the time and activation memory of a micro-batch's forward and backward.
 
-Forward is timed per block, from the start of one block to the start of the next. Only the total
-time of backward is measured. This time is divided among the blocks in proportion to their forward
-times. The model's buffers, its gradients and the random number generators are left unchanged. Does
-NOT communicate.
+Forward is timed per block. The total time of backward is divided among the blocks in proportion to
+their forward times. The model's buffers, its gradients and the random number generators are left
+unchanged. Does NOT communicate.
 
 Assumes that the segments' parameters have values, that no other process computes on this device,
 and that `place` was not called on the model.
@@ -39,9 +36,9 @@ LEAST_WEIGHT = 0.01  # the weight of a block without parameters
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The measurements of one rank. The weight of a block is the block's amount of work, relative
-    to other blocks. `forward_s` and `backward_s`: the seconds of one micro-batch's forward and
-    backward through a block of weight 1."""
+    """The measurements of one rank. The weight of a block is its amount of work, relative to other
+    blocks. `forward_s` and `backward_s`: the seconds of one micro-batch's forward and backward
+    through a block of weight 1."""
 
     forward_s: float
     backward_s: float
@@ -57,10 +54,9 @@ class RankTimes:
 
 @dataclass
 class _Pass:
-    """The timings of one forward and backward of all segments, by block number. Number -1
-    represents the layers before the model's first block. In a model of n blocks, number n
-    represents the layers after the last block. Other code that a stage runs before its blocks
-    (masks, positions) counts as part of the stage's first block."""
+    """The timings of one forward and backward of all segments, by block number. Number -1 stands
+    for the layers before the model's first block, and number n of a model with n blocks for the
+    layers after the last block."""
 
     starts: list[tuple[int, float]] = field(default_factory=list)  # (block, start time)
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # seconds
@@ -83,8 +79,10 @@ def measure_blocks(
     least_s: float = TIMED_S,
 ) -> RankTimes:
     """Run the segments of `stage_model` for about `least_s` seconds, and return the measured times.
+
     `stage_model.attach` must have been called. weights: the amount of work of each block of the
-    model, relative to other blocks. If `weights` is empty, all blocks have the weight 1."""
+    model, relative to other blocks (default: all equal).
+    """
     count = len(stage_model.cuts.blocks)
     weights = weights or (1.0,) * count
 
@@ -118,9 +116,9 @@ def measure_blocks(
 def block_parameters(
     cuts: Cuts, parameters: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return two tuples: the number of parameter elements of each block, and the numbers of
-    parameter elements of the layers before the first block and of the layers after the last block.
-    parameters: the number of elements of every parameter of the model, by name."""
+    """Return the number of parameter elements of each block, and those of the layers before the
+    first block and after the last. parameters: the number of elements of every parameter, by
+    name."""
     last = len(cuts.blocks) - 1
     counts, ends = [], [0, 0]
     for i, block in enumerate(cuts.blocks):
@@ -134,8 +132,8 @@ def block_parameters(
 
 
 def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
-    """Return the estimated weight of each block: the block's number of parameters divided by the
-    mean over all blocks, but at least 0.01. counts: the number of parameters of each block."""
+    """Return the estimated weight of each block: its number of parameters divided by the mean over
+    all blocks, but at least 0.01. counts: the number of parameters of each block."""
     mean = sum(counts) / len(counts)
     return tuple(max(count / mean, LEAST_WEIGHT) if mean else 1.0 for count in counts)
 
@@ -143,11 +141,13 @@ def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
 def block_memories(
     cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
-    """Return two tuples: the memory of each block, and the memory of the layers before the first
-    block and of the layers after the last block. parameters: the number of elements of every
-    parameter of the model, by name. times: the measurements of all ranks. A block that no rank
-    measured is assumed to keep as many activation bytes as the measured block that keeps the
-    most."""
+    """Return the memory of each block, and those of the layers before the first block and after the
+    last.
+
+    parameters: the number of elements of every parameter, by name. times: the measurements of all
+    ranks. A block that no rank measured is assumed to keep as many activation bytes as the block
+    that keeps the most.
+    """
     counts, ends = block_parameters(cuts, parameters)
     kept: dict[int, int] = {}
     for measured in times:
@@ -194,9 +194,8 @@ def _time(
 def _backward(
     stage_model: StageModel, received: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
 ) -> None:
-    """Compute the same gradients as a backward of the segment, and discard the gradients. received:
-    the activations that the segment received. ends: the outputs of the segment that require
-    gradients."""
+    """Compute the gradients of a segment and discard them. received: the activations that the
+    segment received. ends: the outputs of the segment that require gradients."""
     own = [p for p in stage_model.model.parameters() if p.requires_grad]
     inputs = [*own, *(x for x in received if x.requires_grad)]
     if ends and inputs:  # otherwise everything is frozen
@@ -205,8 +204,8 @@ def _backward(
 
 
 def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:
-    """Return tensors of zeros instead of the activations that cross the cut before the segment. The
-    zeros have the shapes and dtypes of these activations."""
+    """Return zeros in the shapes and dtypes of the activations that cross the cut before the
+    segment."""
     if not segment.begin:
         return []
     return [
@@ -226,7 +225,7 @@ def _start_hook(timed: _Pass, block: int, device: torch.device) -> Callable[...,
 
 def _save_hook(timed: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a hook that counts the bytes that autograd saves for backward. A storage that several
-    blocks save counts once, for the first of these blocks."""
+    blocks save counts once, for the first of them."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)
@@ -248,7 +247,7 @@ def _with_gradient(value: Any) -> list[torch.Tensor]:
 
 
 def finished_at(device: torch.device) -> float:
-    """Wait until the device has finished all of its work, and return the time of
+    """Wait until the GPU or CPU has finished all work, and return the time of
     `time.perf_counter`."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,17 +1,15 @@
-"""BucketState: the memory of one bucket (a range of a stage's flat parameters, see flat_layout.py)
-on one rank, and the optimizer update. A rank keeps and updates the state of its share of the bucket
-or, if `whole` is set, of the complete bucket. ShardedPieces: a stage's parameters and optimizer
-state as pieces (pieces.py), for snapshots and for moving blocks between stages.
+"""BucketState: one rank's memory of a bucket (a range of a stage's flat parameters, see
+flat_layout.py), and the optimizer update. ShardedPieces: a stage's parameters and optimizer state
+as pieces (pieces.py). Does NOT communicate.
 
 With d ranks and an optimizer rule that keeps k arrays, a parameter element needs these bytes on
 each rank: the size of the compute dtype for the value, 4 for the gradient, 4 k/d for the rule's
-arrays, and 4/d for the fp32 master copy. The gradient is fp32, because gradients of micro-batches
-and ranks are summed in fp32. If the values are fp32 and the update runs on their device, the values
-are the master copy, which then needs no further memory. If `whole` is set, every rank updates all
-elements, and d is 1 in these formulas.
+arrays, and 4/d for the fp32 master copy (0 for fp32 values on the device of the update, which are
+their own masters). If `whole` is set, every rank updates all elements, and d is 1 in these
+formulas.
 
-The state is on the device on which the update runs: the GPU if the rule has a GPU kernel, and
-otherwise the CPU. For an update on the CPU, gradients are copied to the host. Does NOT communicate.
+Masters and the rule's arrays are where the update runs: on the GPU if the rule has a GPU kernel,
+otherwise on the CPU.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ HOST = torch.device("cpu")
 
 
 def update_device(rule: Rule, device: torch.device) -> torch.device:
-    """Return the device on which `rule` updates values that are on `device`: the same device if it
-    is a GPU and the rule has a GPU kernel, and otherwise the CPU."""
+    """Return the device of an update of values on `device`: the same device if it is a GPU and
+    `rule` has a GPU kernel, otherwise the CPU."""
     has_kernel = device.type == "cuda" and gpu.available()
     return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
 
@@ -47,11 +45,12 @@ class BucketState:
     """The memory of a bucket on one rank, and the bucket's optimizer update.
 
     values: the bucket's values, [numel] in the compute dtype. grads: the bucket's gradients, fp32
-    [numel]. Both are views of larger memory. whole: whether this rank keeps the state of the
-    complete bucket instead of its share only. `spans`: the positions of the parameters within the
-    elements whose state this rank keeps. `share_spans` and `share_grads`: the positions of the
-    parameters in this rank's share, and the gradients of the share. Norms and snapshots use shares,
-    because the shares of different ranks are disjoint."""
+    [numel]. Both are views of larger memory. whole: whether this rank keeps the optimizer state of
+    the complete bucket instead of its share only. `spans`: the positions of the parameters within
+    the elements whose state this rank keeps. `share_spans`, `share_grads`: the positions of the
+    parameters in this rank's share, and its gradients; norms and snapshots use them, because shares
+    of different ranks are disjoint.
+    """
 
     def __init__(
         self,
@@ -80,9 +79,11 @@ class BucketState:
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
-        """Set the fp32 master copies and the optimizer state to their initial values. masters: the
-        initial masters of some parameters, as flat fp32 tensors by parameter index. The master of
-        any other parameter starts from the parameter's current value."""
+        """Set the fp32 masters and the optimizer state to their initial values.
+
+        masters: the initial masters of some parameters, as flat fp32 tensors by parameter index.
+        Other masters start from the parameters' current values.
+        """
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
@@ -92,9 +93,8 @@ class BucketState:
             self._start(i, slice(span.start, span.stop), hyper)
 
     def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:
-        """Reset the optimizer state of some elements of a span to its initial value. span: the
-        index of the span in `spans`. part: the range of these elements. Position 0 is the first
-        element whose state this rank keeps."""
+        """Reset the optimizer state of some elements. span: the index in `spans` of their span.
+        part: their range among the elements whose state this rank keeps."""
         arrays = [torch.zeros(part.stop - part.start) for _ in self.arrays]
         self.rows[span] = 0
         master = self.master[part].cpu().numpy()
@@ -103,9 +103,8 @@ class BucketState:
             array[part].copy_(started)
 
     def sum_squares(self, counts: Sequence[bool]) -> float:
-        """Return the sum of the squares of the summed gradients in this rank's share, in float64.
-        counts: one flag per parameter of the stage; if False, the parameter's gradient is left
-        out."""
+        """Return the float64 sum of the squares of the summed gradients in this rank's share.
+        counts: for each parameter of the stage, whether its gradient counts."""
         parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
         if self.share_grads.device.type != "cpu":
             return float(sum(part.double().square().sum() for part in parts))
@@ -114,10 +113,12 @@ class BucketState:
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
-        """Update the masters, the optimizer state and the values of this rank's elements. hyper:
-        the rule's hyperparameters. scale: the factor by which gradients are multiplied.
-        has_gradient: returns whether the parameter with a given index has a gradient. Parameters
-        without a gradient are not updated."""
+        """Update the masters, the optimizer state and the values of this rank's elements.
+
+        hyper: the rule's hyperparameters. scale: the factor by which gradients are multiplied.
+        has_gradient: returns whether the parameter with a given index has a gradient; other
+        parameters are not updated.
+        """
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -143,8 +144,8 @@ class BucketState:
         scale: float,
         copy: torch.Tensor | None,
     ) -> None:
-        """Update the masters and optimizer state of some spans. spans: the indices of these spans.
-        copy: a tensor that receives the new values in the compute dtype, or None."""
+        """Update the masters and optimizer state of the spans with these indices. copy: a tensor
+        that receives the new values in the compute dtype, or None."""
         for i in spans:
             part = slice(self.spans[i].start, self.spans[i].stop)
             master, grad, row = self.master[part], grads[part], self.rows[i]
@@ -177,8 +178,8 @@ class BucketState:
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
         """Load the elements that `piece` and a span have in common. span: the index of the span,
-        which must be of the same parameter as the piece. Raises ForeignError if the piece has the
-        state of another rule."""
+        which must be of the piece's parameter. Raises ForeignError if the piece has the state of
+        another rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)
         stop = min(extent.stop, mine.origin + mine.stop - mine.start)
@@ -200,14 +201,13 @@ class ShardedPieces:
     """The parameters of a stage and their optimizer state, as pieces.
 
     A rank saves its shares of the trainable parameters, and an equal share of each frozen
-    parameter. A rank loads all frozen parameters and its shares of the trainable parameters. If the
-    BucketStates have `whole` set, the rank loads all trainable parameters. Does NOT wait or
-    communicate: the caller must make sure that no update is in progress. After `take`, the caller
-    must call `publish` of each BucketState.
+    parameter. A rank loads all frozen parameters, and the trainable parameters whose state it
+    keeps. The caller must make sure that no update is in progress. After `take`, the caller must
+    call `publish` of each BucketState.
 
-    states: one BucketState per bucket. names: the names of the trainable parameters, indexed by
-    `Span.param`. rank: this rank's index in the group. width: the number of ranks of the group.
-    who: the name of this rank in errors."""
+    names: the names of the trainable parameters, by parameter index. rank: this rank's index in the
+    group. width: the number of ranks of the group. who: the name of this rank in errors.
+    """
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class ShardedPieces:
 
     def needed(self) -> list[Extent]:
         """Return the extents (ranges of a parameter's elements) that this rank loads. `take` must
-        receive all of these extents."""
+        receive all of them."""
         frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
         own = [extent for kept in self._kept.values() for _, _, extent in kept]
         return [*own, *frozen]

@@ -1,14 +1,9 @@
-"""ControlLinks: control messages between all ranks of a job. Ranks can all-gather small messages,
-and send host tensors to each other. Every wait has a timeout. The error of a timeout names the
-missing rank (Rule 5).
+"""ControlLinks: control messages between all ranks of a job. Does NOT choose their network.
 
-All-gathers go through rank 0. So rank 0 knows which rank is missing, and tells all other ranks.
-Rank 0 replies over a second group, because a gloo group is unusable after a timeout. Nothing is
-unpickled (Rule 8): messages are bytes, and tensors are sent without their shapes, because the
-receiver knows the shapes.
-
-Assumes a torch process group that moves host tensors (gloo), and that all ranks of the group make
-the same calls in the same order. Does NOT choose the group's network.
+Every wait has a timeout, and its error names the missing rank (Rule 5). All-gathers go through rank
+0, which tells all other ranks which rank is missing, over a second group, because a gloo group is
+unusable after a timeout. Nothing is unpickled (Rule 8): messages are bytes, and a receiver knows
+the shapes of tensors. All ranks must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -34,8 +29,7 @@ GRACE_S = 5.0  # other ranks wait this much longer for rank 0 than rank 0 waits 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a rank: the rank's cluster and host, and a description of its role for error
-    messages."""
+    """The cluster and host of a rank, and a description of its role for error messages."""
 
     cluster: str
     host: str
@@ -43,10 +37,12 @@ class RankPlace:
 
 
 class ControlLinks:
-    """Control messages between all ranks of `group`. `replies`: another process group of the same
-    ranks, for the replies of rank 0. `places`: the place of every rank; equal on all ranks.
-    `broken`: whether an all-gather failed on this rank. The same all-gather may have succeeded on
-    other ranks."""
+    """Control messages between all ranks of `group`.
+
+    `replies`: another process group of the same ranks, for the replies of rank 0. `places`: the
+    place of every rank; equal on all ranks. `broken`: whether an all-gather failed on this rank (it
+    may have succeeded on others).
+    """
 
     broken = False
 
@@ -68,8 +64,8 @@ class ControlLinks:
         return f"rank {rank} ({at.role}, host {at.host}, cluster {at.cluster})"
 
     def distance(self, source: int, target: int) -> float:
-        """Return the distance of two ranks: 0 for the same rank, 1 for ranks on the same host, 2
-        for ranks on two hosts of the same cluster, and 3 for ranks in two clusters."""
+        """Return 0 for the same rank, 1 for ranks on one host, 2 for hosts of one cluster, 3 for
+        two clusters."""
         if source == target:
             return 0.0
         a, b = self.places[source], self.places[target]
@@ -78,9 +74,11 @@ class ControlLinks:
         return 2.0 if a.host != b.host else 1.0
 
     def gather(self, message: bytes, what: str) -> list[bytes]:
-        """Send `message` to all ranks, and return the messages of all ranks, in rank order.
-        Collective. `what`: the subject of the messages, for errors. If a rank is missing, raises
-        DeadlineError or LostError on every rank; the error names the missing rank."""
+        """Return the messages of all ranks, in rank order. Collective.
+
+        `what`: the subject of the messages, for errors. If a rank is missing, raises DeadlineError
+        or LostError on every rank; the error names the missing rank.
+        """
         try:
             here = self.rank == 0
             return self._gather_here(message, what) if here else self._hand_in(message, what)
@@ -89,21 +87,21 @@ class ControlLinks:
             raise
 
     def agree(self, mine: Any, what: str) -> list[Any]:
-        """Send the JSON value `mine` to all ranks, and return the values of all ranks, in rank
-        order. Collective. Raises the errors of `gather`."""
+        """Return the JSON values `mine` of all ranks, in rank order. Collective. Raises the errors
+        of `gather`."""
         return [json.loads(text) for text in self.gather(json.dumps(mine).encode(), what)]
 
     def same(self, call: Callable[[], Any], what: str) -> Any:
-        """Call `call` on rank 0 only, and return its result on all ranks. The result must be a JSON
-        value. If the call raises a RoadtrainError, rank 0 raises this error, and all other ranks
-        raise a LostError with the same text."""
+        """Call `call` on rank 0 only, and return its result, a JSON value, on all ranks. If the
+        call raises a RoadtrainError, rank 0 raises this error, and all other ranks raise a
+        LostError with its text."""
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
     def together(self, call: Callable[[], T], what: str) -> T:
-        """Call `call` on every rank, and return the result of this rank's call. A rank whose call
-        raises a RoadtrainError raises this error again. All other ranks raise a LostError with the
-        text of this error."""
+        """Call `call` on every rank, and return the result of this rank's call. If a rank's call
+        raises a RoadtrainError, that rank raises it, and all other ranks raise a LostError with its
+        text."""
         failed: RoadtrainError | None = None
         try:
             out = call()
@@ -121,9 +119,11 @@ class ControlLinks:
     # point to point; with `reply`, messages use the second group
 
     def send(self, tensor: torch.Tensor, peer: int, what: str, *, reply: bool = False) -> None:
-        """Send a contiguous host tensor to rank `peer`, and wait until the tensor is sent. what:
-        the subject, for errors. reply: whether to use the process group `replies` instead of
-        `group`. Raises DeadlineError and LostError."""
+        """Send a contiguous host tensor to rank `peer`, and wait until it is sent.
+
+        what: the subject, for errors. reply: whether to use the process group for replies. Raises
+        DeadlineError and LostError.
+        """
         group = self._replies if reply else self.group
         begin = partial(dist.isend, tensor, group=group, group_dst=peer)
         self._wait(begin, peer, what, self.deadline_s)
@@ -138,8 +138,12 @@ class ControlLinks:
         reply: bool = False,
     ) -> None:
         """Receive a tensor from rank `peer` into `tensor`, a contiguous host tensor of the same
-        shape. patience_s: the timeout in seconds; if None, `deadline_s` is used. what and reply: as
-        in `send`. Raises DeadlineError and LostError."""
+        shape.
+
+        patience_s: the timeout in seconds (default: the deadline of these links). what: the
+        subject, for errors. reply: whether to use the process group for replies. Raises
+        DeadlineError and LostError.
+        """
         group = self._replies if reply else self.group
         begin = partial(dist.irecv, tensor, group=group, group_src=peer)
         self._wait(begin, peer, what, self.deadline_s if patience_s is None else patience_s)
@@ -161,8 +165,6 @@ class ControlLinks:
         return message.numpy().tobytes()
 
     def _wait(self, begin: Callable[[], Any], peer: int, what: str, patience_s: float) -> None:
-        """Start a send or receive with rank `peer`, and wait until it is done. begin: starts the
-        operation. Raises DeadlineError and LostError."""
         me, other = self.name(self.rank), self.name(peer)
         start, patience_s = time.monotonic(), max(patience_s, 0.001)
         try:
@@ -180,8 +182,8 @@ class ControlLinks:
             ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:
-        """Do rank 0's part of an all-gather. If a rank is missing, send an error to all other
-        ranks, and raise the error."""
+        """Run an all-gather on rank 0. If a rank is missing, send an error to all other ranks and
+        raise it."""
         messages, until = [message], time.monotonic() + self.deadline_s
         for peer in range(1, self.size):
             try:
@@ -203,8 +205,8 @@ class ControlLinks:
         return messages
 
     def _send_error(self, sentence: str) -> None:
-        """Send an error to all other ranks at the same time. So a lost rank, which cannot receive
-        the error, does not delay the sends to the others."""
+        """Send an error to all other ranks at once, so that a lost rank does not delay the sends to
+        others."""
         head = json.dumps({"lengths": [], "error": sentence}).encode()
         length = torch.tensor([len(head)], dtype=torch.int64)
         body = torch.frombuffer(bytearray(head), dtype=torch.uint8)

@@ -1,24 +1,15 @@
-"""Cuts: find where a model can be cut into stages, which tensors cross each cut, and which
-parameters each stage uses.
+"""Cuts: find where a model can be cut into stages, and the tensors and parameters of each stage.
+Does NOT read the values of the user's parameters.
 
-One forward is recorded. Parameters, and all tensors that are computed from parameters, are on the
-`meta` device, which takes no memory and no time. Token numbers and masks keep their values, because
-models read these values. A cut is the point after a block: the tensors that the block returns cross
-the cut.
-
-The parameters of a stage are found by tracing the stage's results back to the tensors that cross
-the cut before the stage. Tensors without gradients are traced, too. The trace finds all parameters
-that the stage uses, including parameters that other stages also use (tied embeddings). If the trace
-reaches a block of an earlier stage, a tensor bypasses the cut (a skip connection), and no cut is
-possible there. An unused parameter inside a block belongs to the stage of this block. All other
-unused parameters belong to the first stage.
-
-A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`.
-The first block of each such kind runs once on the host, on zeros, to find out the shapes that the
-block returns.
+One forward is recorded, with parameters and all tensors computed from them on the `meta` device,
+which takes no memory and no time. A cut is the point after a block: the tensors that the block
+returns cross the cut. The parameters of a stage are found by tracing its results back to the cut
+before it. No cut is possible where a tensor bypasses it (a skip connection). An unused parameter
+belongs to the stage of its block, or else to the first stage. A block that cannot run on `meta`
+(experts that sort their tokens) runs once on the host, on zeros.
 
 Assumes that blocks run in the recorded order, each once, and that a block returns the same shapes
-in every micro-batch. Does NOT compute with the values of the user's parameters.
+in every micro-batch.
 """
 
 from __future__ import annotations
@@ -56,24 +47,24 @@ class BlockOutput:
 
     @property
     def shapes(self) -> tuple[torch.Tensor, ...]:
-        """Empty tensors on `meta`, one for each tensor of the output, with the same shape, dtype
-        and requires_grad."""
+        """Empty tensors on `meta`, with the shape, dtype and requires_grad of each tensor of the
+        output."""
         return tuple(
             torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
             for x in self.tensors
         )
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the structure that the block returned, with the original tensors replaced by
-        `tensors`."""
+        """Return the structure that the block returned, with `tensors` in place of the original
+        tensors."""
         leaves = [tensors[i] if i >= 0 else leaf for i, leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks [begin, stop) of a model, together with all other code that runs between the cut
-    before the first of these blocks and the cut after the last one."""
+    """Blocks [begin, stop) of a model, and all other code that runs between the cut before the
+    first of these blocks and the cut after the last one."""
 
     begin: int
     stop: int
@@ -83,13 +74,12 @@ class Segment:
 
 
 class DataFlow(TorchDispatchMode):
-    """The graph of a forward: which tensors were computed from which other tensors. Tensors with
-    and without gradients are traced. Nodes are numbered. An operation adds a new node for each
-    storage that it writes to.
+    """The graph of a forward: which tensors were computed from which other tensors. Its nodes are
+    numbers.
 
-    An operation with a `meta` argument runs on `meta`. Other operations run on the host, so that
-    the model can read the values of their results (positions, masks). Values that the model reads
-    with `Tensor.item` are not traced. `item` of a `meta` tensor raises an error.
+    Operations with a `meta` argument run on `meta`, and others on the host, so that the model can
+    read their results (positions, masks). Values that the model reads with `Tensor.item` are not
+    traced.
     """
 
     def __init__(self) -> None:
@@ -101,8 +91,8 @@ class DataFlow(TorchDispatchMode):
         self.draws = False  # whether an operation drew random numbers
 
     def node(self, tensor: torch.Tensor) -> int:
-        """Return the number of the newest node of the tensor's storage. If there is no such node,
-        add one."""
+        """Return the number of the newest node of the tensor's storage; add one if there is
+        none."""
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in self._node_of:
             self._before.append(())
@@ -117,9 +107,8 @@ class DataFlow(TorchDispatchMode):
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
     def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """Return the numbers of the nodes `ends` and of all nodes from which the nodes `ends` were
-        computed. The search does not go beyond the nodes `stops`, and the result does not contain
-        `stops`."""
+        """Return the nodes `ends` and all nodes from which they were computed, without the nodes
+        `stops` and nodes found only through them."""
         todo, found = [*ends], set[int]()
         while todo:
             node = todo.pop()
@@ -130,7 +119,7 @@ class DataFlow(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not add operations to the graph while this context is active."""
+        """Add no operations to the graph while this context is active."""
         self._paused = True
         try:
             yield
@@ -155,7 +144,7 @@ class DataFlow(TorchDispatchMode):
 
 
 class Cuts:
-    """The recorded forward of `model`, and the possible cuts of the model.
+    """The recorded forward of `model`, and its possible cuts.
 
     blocks: the names of the model's blocks, in the order in which they run. returned: the output of
     each block. blocks_before: for each module, by name, the number of blocks that had returned when
@@ -173,10 +162,11 @@ class Cuts:
         """Record the forward of one micro-batch.
 
         args, kwargs: the model's arguments for the micro-batch. blocks: names or patterns of the
-        blocks; if None, blocks are found as in `place`. dtype: the compute dtype of floating-point
-        parameters; if None, parameters keep their dtypes. Raises ModelError if the forward fails on
-        `meta`, if a block runs twice or not at all, or if no result has a gradient. Raises
-        ConfigError for a block name that matches nothing."""
+        blocks (default: found as in `place`). dtype: the compute dtype of floating-point parameters
+        (default: unchanged). Raises ModelError if the forward fails on `meta`, if a block runs
+        twice or not at all, or if no result has a gradient. Raises ConfigError for a block name
+        that matches nothing.
+        """
         parts = split(model, blocks)
         self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
@@ -217,14 +207,14 @@ class Cuts:
         return p.dtype if cast_to is None else cast_to
 
     def crossing(self, cut: int) -> tuple[torch.Tensor, ...]:
-        """Return empty tensors on `meta`, one for each tensor that crosses the cut after block
-        `cut` - 1. The empty tensors have the shapes and dtypes of the crossing tensors."""
+        """Return empty tensors on `meta`, with the shapes and dtypes of the tensors that cross the
+        cut after block `cut` - 1."""
         return self.returned[cut - 1].shapes
 
     def parameters(self, segment: Segment) -> frozenset[str]:
-        """Return the names of the parameters that `segment` uses. A tied parameter has several
-        names; its first name in named_parameters() is returned. Raises ModelError if the segment
-        uses a result of an earlier block that does not cross the cut before the segment."""
+        """Return the names of the parameters that `segment` uses. A tied parameter has the first of
+        its names. Raises ModelError if the segment uses a result of an earlier block that does not
+        cross the cut before the segment."""
         last = segment.stop == len(self.blocks)
         ends = self._results if last else self._crossed[segment.stop - 1]
         stops = self._crossed[segment.begin - 1] if segment.begin else []
@@ -268,8 +258,7 @@ class Cuts:
 
     @contextmanager
     def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
-        """Record the blocks and modules that run while this context is active, with hooks on all
-        modules. parts: the model's blocks."""
+        """Record the blocks (`parts`) and modules that run while this context is active."""
         own = {part.module: part.module.__dict__.get("forward") for part in parts}
         hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
         for part in parts:
@@ -310,8 +299,8 @@ class Cuts:
         return hook
 
     def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a block. If the block cannot run on `meta`, return empty outputs with
-        the shapes that a block of the same kind returns on the host."""
+        """Run a block. If it cannot run on `meta`, return empty outputs in the shapes that it
+        returns on the host."""
         try:
             return forward(*args, **kwargs)
         except RuntimeError:
@@ -350,15 +339,15 @@ def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[Non
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of zeros on the host if `tensor` is on `meta`. Otherwise return `tensor`."""
+    """Return zeros on the host if `tensor` is on `meta`, otherwise `tensor`."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on the host. The model may write to the copy. A `meta` tensor stays
-    on `meta`."""
+    """Return a copy of a tensor on the host, to which the model may write. A `meta` tensor stays on
+    `meta`."""
     return tensor.detach() if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
 

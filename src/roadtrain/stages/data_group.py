@@ -1,28 +1,17 @@
 """DataGroup: the collective operations of one stage's data-parallel ranks on flat memory.
-SharedCopies: the collective operations of stages that each have a copy of a parameter (tied
-embeddings).
+SharedCopies: those of stages that each have a copy of a parameter (tied embeddings).
 
-On the host, gradients are exchanged in point-to-point messages, one message per pair of ranks and
-direction. So each share is sent once, and each rank sums the gradients of its share in rank order,
-in fp32 (Rule 1). gloo's own reduce-scatter is not used, because it is implemented as an all-reduce,
-which sends twice as many bytes. On an accelerator, NCCL's reduce-scatter determines the order in
-which gradients are added. The optimizer reports in the log that this order is not the rank order.
+On the host, gradients go from rank to rank in point-to-point messages. So each share is sent once,
+and each rank sums its share in rank order, in fp32 (Rule 1). gloo's reduce-scatter would send twice
+as many bytes, and its all-to-all reaches only 3.1 to 4.9 MB/s instead of 5.3 to 6.0 MB/s on links
+of 50 Mbit/s. On an accelerator, NCCL determines the order of sums.
 
-Note: gloo's all-to-all is not used either, because it is slower than point-to-point messages: with
-large buffers, one direction waits for the other direction. On links of 50 Mbit/s, the all-to-all
-reaches 3.1 to 4.8 MB/s in each direction between two ranks, and 3.9 to 4.9 MB/s between four ranks.
-Point-to-point messages reach 6.0 MB/s between two ranks, which is the full rate of such a link, and
-5.3 MB/s between four ranks.
+Note on copies: each stage first sums the gradients of its own ranks, and then receives the other
+stages' sums of the same elements, so stages may differ in width. All stages add the sums in stage
+order, so the copies stay bit-identical (Rule 1).
 
-Note on copies: first, each stage sums the gradients of its own ranks, and each rank gets a share of
-its stage's sum. Then the stages exchange these sums: for the elements in its share, a rank receives
-the sums of all other stages. It receives them from the ranks of those stages whose shares contain
-these elements, so stages may differ in width. A gradient crosses the link between two stages once
-in each direction. All stages add the sums in stage order, so the copies stay bit-identical (Rule
-1).
-
-A method that starts an operation returns the operation as a Pending, and the caller must call its
-`wait`. In a group of one rank, there is no operation, and the method returns None.
+A method that starts an operation returns a Pending, and the caller must call its `wait`. In a group
+of one rank, the method returns None.
 """
 
 from __future__ import annotations
@@ -83,9 +72,11 @@ class DataGroup(RankCollectives):
         return self.exact and self.width > 1
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
-        """Start a reduce-scatter. grads: this rank's gradients for the shares of all ranks, flat
-        fp32. arriving: a receive buffer of the same dtype and length. When the operation is done,
-        call `sum_arrived` to complete the sum."""
+        """Start a reduce-scatter, which `sum_arrived` must complete.
+
+        grads: this rank's gradients for the shares of all ranks, flat fp32. arriving: a receive
+        buffer of the same dtype and length.
+        """
         if self.width == 1:
             return None
         shares = grads.view(self.width, -1)
@@ -97,16 +88,15 @@ class DataGroup(RankCollectives):
         return self._exchange(shares.unbind(), places.unbind())
 
     def sum_arrived(self, grads: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Complete a reduce-scatter: set this rank's share of `grads` to the sum of all ranks'
-        gradients, which are in the receive buffer `arriving`. If the reduce-scatter needs no
-        receive buffer, do nothing."""
+        """Set this rank's share of `grads` to the sum of all ranks' gradients, which a
+        reduce-scatter has received into `arriving`."""
         if self.exchanges:
             own = grads.view(self.width, -1)[self.rank]
             add_in_order(own, [*arriving.view(self.width, -1)])
 
     def all_gather(self, values: torch.Tensor) -> Pending | None:
-        """Start an all-gather that fills `values`, the shares of all ranks one after another, in
-        place. Each rank provides its share, and receives the shares of all other ranks."""
+        """Start an all-gather in place: `values` has the shares of all ranks one after another, and
+        each rank provides its own share."""
         if self.width == 1:
             return None
         shares = values.view(self.width, -1)
@@ -122,8 +112,8 @@ class DataGroup(RankCollectives):
 
 
 class SharedCopies(RankCollectives):
-    """The ranks of all stages that have a copy of the same parameters. The ranks of `group` are
-    ordered by stage, then by replica. `widths`: the number of ranks of each of these stages."""
+    """The ranks of all stages that have a copy of the same parameters, ordered by stage and
+    replica. `widths`: the number of ranks of each of these stages."""
 
     group: dist.ProcessGroup
 
@@ -148,15 +138,17 @@ class SharedCopies(RankCollectives):
 
     @property
     def counts(self) -> bool:
-        """Return whether sums over all parameters of the job, such as the gradient norm, include
-        this rank's copy of the shared parameters. Such sums include only the copy of the first
-        stage, because a shared parameter must be counted once."""
+        """Return whether sums over the job's parameters, such as the gradient norm, include this
+        rank's copy. Only the first stage's copy is included, because a shared parameter must be
+        counted once."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
-        """Start to exchange this rank's share of the gradients with the other stages. own: the
-        gradients of the share, summed over this stage, flat fp32. arriving: a receive buffer for
-        the other stages' sums of the same elements, fp32 [stages - 1, len(own)]."""
+        """Start to exchange this rank's share of the gradients with the other stages.
+
+        own: the gradients of the share, summed over this stage, flat fp32. arriving: a receive
+        buffer for the other stages' sums of the same elements, fp32 [stages - 1, len(own)].
+        """
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -173,22 +165,21 @@ class SharedCopies(RankCollectives):
         return work
 
     def sum_arrived(self, own: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Set `own` to the total of this stage's sum (`own`) and the sums that the other stages
-        sent (`arriving`). The sums are added in stage order."""
+        """Add the sums that the other stages sent (`arriving`) to this stage's sum `own`, in stage
+        order."""
         terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
         add_in_order(own, terms)
 
 
 class Messages:
-    """Sends and receives in flight. All of them together are one operation of the
-    CollectiveQueue."""
+    """Sends and receives in flight, which together are one operation of the CollectiveQueue."""
 
     def __init__(self, in_flight: Iterable[dist.Work | None]) -> None:
         self._in_flight = [message for message in in_flight if message is not None]
 
     def wait(self) -> None:
         """Wait until all messages are sent and received. If a message failed, raise torch's error
-        about this message."""
+        about it."""
         for message in self._in_flight:
             message.wait()
 
@@ -196,12 +187,13 @@ class Messages:
 def exchange_messages(
     sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Messages:
-    """Start to send `sent[r]` to rank r, and to receive `arriving[r]` from rank r, for every other
-    rank r of `group`. Tensors must be contiguous. A tensor that one rank sends, and the tensor into
-    which another rank receives it, must have the same length. Empty tensors are skipped.
+    """Start to send `sent[r]` to rank r, and to receive `arriving[r]` from it, for every other rank
+    r.
 
-    All ranks must start their exchanges in the same order, because a receive takes the next message
-    that the other rank sends."""
+    Tensors must be contiguous; empty ones are skipped. A sent tensor and the tensor that receives
+    it must have the same length. All ranks must start their exchanges in the same order, because a
+    receive takes the next message from the other rank.
+    """
     rank, width = dist.get_rank(group), dist.get_world_size(group)
     # each rank starts with a different peer, so that the first messages do not all go to the same
     # rank
@@ -220,7 +212,7 @@ def exchange_messages(
 
 
 def ranks_of(group: dist.ProcessGroup) -> str:
-    """Return a name of the group for error messages. The name lists the ranks."""
+    """Return a name of the group for error messages, which lists the ranks."""
     return f"the group of ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
@@ -232,8 +224,8 @@ def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Set `total` to the sum of `terms`, added from left to right. All tensors must be fp32 and may
-    be on any device. No term may share memory with `total`."""
+    """Set `total` to the sum of `terms`, added from left to right. All tensors are fp32, and no
+    term may share memory with `total`."""
     if total.device.type == "cpu":
         sum_in_order(total.numpy(), [(term.numpy(), "fp32") for term in terms])
         return

@@ -1,9 +1,8 @@
-"""Evaluate the results of a preflight (the tests of all links before training): return the main
-problem as an error, and a table of the results. Does NOT communicate.
+"""Evaluate a preflight (the tests of all links before training). Does NOT communicate.
 
 If there are several problems, only the first in this order is reported: a host that did not report,
-a link that does not connect, a link that connects but does not answer, a link that loses large
-payloads, a wrong clock.
+a link that does not connect, a link that does not answer, a link that loses large payloads, a wrong
+clock.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class LinkFault(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class CardLink:
-    """A link from one host to another host, over one network card of each host. `source`, `target`:
-    the names of the hosts."""
+    """A link between hosts, over one network card of each. `source`, `target`: the names of the
+    hosts."""
 
     source: str
     target: str
@@ -73,9 +72,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
-    """Return the links between all pairs of hosts of each group, over the group's network. Both
-    directions are included, and no link occurs twice. The result maps each link to a pair: the card
-    of the source host, and the card of the target host."""
+    """Return the links in both directions between all hosts of each group, over the group's
+    network. The result maps each link to (card of the source host, card of the target host)."""
     out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))
@@ -93,8 +91,8 @@ def problem(
     reports: Mapping[str, Report],
     links: Mapping[CardLink, tuple[HostCard, HostCard]],
 ) -> RoadtrainError | None:
-    """Return the main problem as an error, or None if there is no problem. reports: the report of
-    each host by the host's name. A host that did not report is not in `reports`."""
+    """Return the main problem as an error, or None. reports: the report of each host that sent one,
+    by the host's name."""
     hosts = dict.fromkeys(link.source for link in links)
     if absent := [host for host in hosts if host not in reports]:
         return DeadlineError(
@@ -151,9 +149,8 @@ def _unreachable(
     own: HostCard,
     other: HostCard,
 ) -> tuple[str, str]:
-    """Explain why a link does not connect. Return two texts: the explanation, which is appended to
-    the error's message, and the hint of the error. own, other: the cards of the link's source and
-    target."""
+    """Explain why a link does not connect. Return (end of the error's message, hint). own, other:
+    the cards of the link's source and target."""
     link, back = finding.link, found.get(finding.link.back)
     firewall = "check the firewalls of both hosts, and any between them"
     arrived_there = link.source_address in reports[link.target].unanswered
@@ -200,8 +197,8 @@ def _clocks(found: Sequence[Finding]) -> RoadtrainError | None:
 def matrix(
     reports: Mapping[str, Report], hosts: Sequence[str], networks: Sequence[GroupNetwork]
 ) -> list[str]:
-    """Return the results as lines of text: a table with a row and a column for each host, followed
-    by the network of each group."""
+    """Return the results as lines of text: a table of all pairs of hosts, and the network of each
+    group."""
     found = [finding for report in reports.values() for finding in report.findings]
     if not found:  # all ranks are on one host
         lines = []

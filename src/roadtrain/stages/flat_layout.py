@@ -1,15 +1,12 @@
-"""StageParameters: the parameters of a stage, trainable and frozen, under their names in the whole
-model. FlatLayout: the layout of the trainable parameters in flat memory. The elements of this
-memory are divided among the stage's data-parallel ranks.
+"""StageParameters: the parameters of a stage by their names in the whole model. FlatLayout: the
+layout of the trainable parameters in flat memory, divided among the stage's data-parallel ranks.
+Does NOT communicate.
 
-Parameters of one dtype and one parameter group form a run, in the model's order. Parameters that
-several stages share (tied embeddings) are in separate runs, one or more for each set of stages. In
-such a run, parameters are ordered by name, so that the order is the same in all of these stages. A
-run is divided into buckets, the unit of communication. A bucket is divided into equal shares, one
-per rank. Buckets and shares may begin and end inside a parameter. A run is padded at its end, so
-that every stage that has the run can divide the last bucket into equal shares.
-
-Assumes that a stage's parameters are on one device. Does NOT communicate.
+Parameters of one dtype and one parameter group form a run, in the model's order. Each set of stages
+that share parameters (tied embeddings) has separate runs, ordered by name, which are equal in all
+of these stages. A run is divided into buckets, the unit of communication, and a bucket into equal
+shares, one per rank. Both may begin and end inside a parameter. A run is padded at its end, so that
+its last bucket divides into equal shares.
 """
 
 from __future__ import annotations
@@ -35,10 +32,12 @@ FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 
 @dataclass(frozen=True)
 class FlatRun:
-    """A run of parameters in flat memory. `spans`: the position of each parameter in the run, in
-    elements (`Span.param` is the parameter's index in the stage). `group`: the index of the
-    parameter group. `link`: the index of the set of stages that share these parameters; None if
-    only this stage has them."""
+    """A run of parameters in flat memory.
+
+    `spans`: the position of each parameter in the run, in elements (`Span.param` is the parameter's
+    index in the stage). `group`: the index of the parameter group. `link`: the index of the set of
+    stages that share these parameters; None if only this stage has them.
+    """
 
     dtype: str
     group: int
@@ -49,10 +48,12 @@ class FlatRun:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the run with the index `run`. `group`: the index of the run's
-    parameter group. `spans`: the positions of the parameters in the bucket, in elements. `width`:
-    the number of ranks that have a share of the bucket. `link`: the index of the set of stages that
-    share these parameters; None if only this stage has them."""
+    """Elements [start, stop) of the run with the index `run`.
+
+    `group`: the index of the run's parameter group. `spans`: the positions of the parameters in the
+    bucket, in elements. `width`: the number of ranks that have a share of the bucket. `link`: the
+    index of the set of stages that share these parameters; None if only this stage has them.
+    """
 
     run: int
     group: int
@@ -72,12 +73,12 @@ class Bucket:
         return self.numel // self.width
 
     def of_rank(self, rank: int) -> slice:
-        """Return the range of elements of the bucket that are the share of a rank."""
+        """Return the range of the bucket's elements that are a rank's share."""
         return slice(rank * self.share, (rank + 1) * self.share)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """Return the positions of the parameters in a rank's share, counted in elements from the
-        start of the share."""
+        """Return the positions of the parameters in a rank's share, in elements from the start of
+        the share."""
         own = self.of_rank(rank)
         return cut_spans(self.spans, own.start, own.stop)
 
@@ -93,7 +94,7 @@ class FlatLayout:
 
     @cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each parameter, the indices of the buckets that contain elements of the parameter."""
+        """For each parameter, the indices of the buckets that contain elements of it."""
         out: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
@@ -101,22 +102,22 @@ class FlatLayout:
         return tuple(map(tuple, out))
 
     def shared_runs(self, link: int) -> list[int]:
-        """Return the indices of the runs that a set of stages share. link: the index of the set.
-        The order of the runs is the same in all of these stages."""
+        """Return the indices of the runs that the set of stages `link` share, in the same order in
+        all of these stages."""
         own = [i for i, run in enumerate(self.runs) if run.link == link and run.spans]
         return sorted(own, key=lambda i: self.params[self.runs[i].spans[0].param].name)
 
     def shared_buckets(self, link: int) -> list[int]:
-        """Return the indices of the buckets that a set of stages share. link: the index of the set.
-        The order of the buckets is the same in all of these stages."""
+        """Return the indices of the buckets that the set of stages `link` share, in the same order
+        in all of these stages."""
         place = {run: at for at, run in enumerate(self.shared_runs(link))}
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))
 
     def describe(self, link: int | None = None) -> str:
-        """Return the layout as a text. Ranks compare these texts to find out whether their layouts
-        are equal. link: the index of a set of stages; if it is not None, the text contains only the
-        runs that these stages share."""
+        """Return the layout as a text, by which ranks compare their layouts. link: the index of a
+        set of stages; if it is not None, the text contains only the runs that these stages
+        share."""
         if link is None:
             runs, buckets = [*range(len(self.runs))], [*range(len(self.buckets))]
             groups = repr([run.group for run in self.runs])
@@ -140,11 +141,13 @@ def lay_out(
     link_of: Mapping[str, int],
     link_widths: Sequence[Sequence[int]],
 ) -> FlatLayout:
-    """Lay out `params` over `width` ranks. params: the trainable parameters, in the order of the
-    forward. bucket_bytes: the bytes of a bucket's fp32 gradients; rounded up, so that the bucket
-    can be divided into shares. link_of: for each shared parameter, by name, the index of the set of
-    stages that share the parameter. link_widths: for each set, the number of ranks of each of its
-    stages."""
+    """Lay out `params` over `width` ranks.
+
+    params: the trainable parameters, in the order of the forward. bucket_bytes: the bytes of a
+    bucket's fp32 gradients, rounded up to equal shares. link_of: for each shared parameter, by
+    name, the index of the set of stages that share it. link_widths: for each set, the number of
+    ranks of each of its stages.
+    """
     members: dict[tuple[int, str, int], list[int]] = {}
     for i, spec in enumerate(params):
         key = (link_of.get(spec.name, -1), spec.dtype, spec.group)
@@ -172,9 +175,9 @@ def lay_out(
 
 
 def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[int]:
-    """Return the number of elements of [start, stop) that are in each rank's share, for all ranks
-    of all stages. Each stage divides `numel` elements into equal shares, one per rank. widths: the
-    number of ranks of each stage."""
+    """Return how many elements of [start, stop) are in each rank's share, for all ranks of all
+    stages. Each stage divides `numel` elements into equal shares. widths: the number of ranks of
+    each stage."""
     shares = chain.from_iterable(
         ((r * numel // d, (r + 1) * numel // d) for r in range(d)) for d in widths
     )
@@ -183,9 +186,11 @@ def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[i
 
 class StageParameters:
     """The parameters of a stage by name. `trainable`: the parameters that are in the optimizer and
-    require gradients; may be empty. `frozen`: all other parameters. Raises ModelError if a
-    parameter is on `meta` or has an unsupported dtype, if trainable parameters are on several
-    devices, or if the optimizer has parameters of other stages."""
+    require gradients. `frozen`: all other parameters.
+
+    Raises ModelError if a parameter is on `meta` or has an unsupported dtype, if trainable
+    parameters are on several devices, or if the optimizer has parameters of other stages.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -229,8 +234,8 @@ class StageParameters:
             )
 
     def flatten(self, layout: FlatLayout) -> list[torch.Tensor]:
-        """Copy the trainable parameters to flat memory, and make the parameters views of this
-        memory. Return the memory as one tensor per run."""
+        """Copy the trainable parameters to flat memory, and make them views of it. Return the
+        memory as one tensor per run."""
         params = list(self.trainable.values())
         out = []
         for run in layout.runs:
@@ -245,14 +250,13 @@ class StageParameters:
 def views_of(
     flat: torch.Tensor, run: FlatRun, params: Sequence[ParamSpec]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Return views of a run's parameters in the run's memory `flat`, as pairs (index of the
-    parameter, view)."""
+    """Return views of a run's parameters in its memory `flat`, as pairs (index of the parameter,
+    view)."""
     return [(s.param, flat[s.start : s.stop].view(params[s.param].shape)) for s in run.spans]
 
 
 def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a view of each parameter of the layout, in the layout's order. flats: the memory of
-    each run."""
+    """Return a view of each parameter, in the layout's order. flats: the memory of each run."""
     held: dict[int, torch.Tensor] = {}
     for flat, run in zip(flats, layout.runs, strict=True):
         held |= views_of(flat, run, layout.params)

@@ -1,16 +1,12 @@
 """ForwardWaits: hooks that make a module wait for its parameters before it runs.
 
-A block waits for all of its parameters when it is called. All other parameters are outside of
-blocks, or in a block whose own forward is never called. If the first step called the module that
-owns such a parameter, this module waits for the parameter. Otherwise the nearest enclosing module
-that was called waits for the parameter: a model may use the weight of its head without calling the
-head. If several modules own a parameter (a tied head), every module of the model waits for the
-parameter, because any of the owners may read it. In the first step, every module waits for all
-parameters, because it is not known yet which modules are called. In evaluation, too, every module
-waits for all parameters, because an evaluation may call other modules than a training step.
+A block waits for all of its parameters. Any other parameter is awaited by its module or, if the
+first step did not call this module, by the nearest enclosing module that was called. If several
+modules own a parameter (a tied head), every module waits for it. In the first step and in
+evaluation, every module waits for all parameters, because other modules may be called.
 
-Assumes that parameters are used only while the model or one of its blocks runs. `state_dict` also
-waits for all parameters. Other code must wait before it reads a parameter.
+Assumes that parameters are used only while the model or one of its blocks runs, or by `state_dict`.
+Other code must wait before it reads a parameter.
 """
 
 from __future__ import annotations
@@ -25,9 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 class ForwardWaits:
     """Hooks on all modules of `model`. `numbers_of`: for each parameter, the numbers of the buckets
-    (stages/flat_layout.py) that contain the parameter. `wait`: a function that waits until the
-    buckets with the given numbers have arrived. If the function is called with None, it waits for
-    all buckets."""
+    (stages/flat_layout.py) that contain it. `wait`: waits until the buckets with the given numbers
+    have arrived, or all buckets if it receives None."""
 
     def __init__(
         self,
@@ -73,9 +68,8 @@ class ForwardWaits:
                 self._need(self._runs(named, name) if owners[p] == 1 else None, p)
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-        """Return the block that contains the module `name`, if this block was called. Otherwise
-        return the nearest module that was called: the module `name`, or a module that contains it.
-        Return None if no such module was called."""
+        """Return the block that contains the module `name` if it was called, otherwise the nearest
+        module at or above `name` that was called, or None."""
         parts = name.split(".") if name else []
         around = [named[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
         called = [module for module in around if id(module) in self._called]

@@ -1,19 +1,13 @@
 """GradientHooks: move gradients into flat fp32 memory while backward computes them, and report each
-bucket as soon as its gradients are complete.
+bucket as soon as its gradients are complete. Does NOT communicate.
 
-Note: `p.grad` is not a view of the flat memory. Such a view would have to be zeroed in every step,
-which costs a pass over the memory, as a copy does. Moreover, a missing gradient could not be
-distinguished from a gradient of zeros. Instead, the first gradient of a step is copied to the flat
-memory, and gradients of further micro-batches are added to the copy. The copy is fp32, whatever the
-dtype of the parameter. Another advantage: no code can mistake one rank's `p.grad` for the gradient
-of the step.
+Note: `p.grad` is not a view of the flat memory, which would have to be zeroed in every step, and in
+which a missing gradient would look like zeros.
 
-Counting: usually, each backward adds to a parameter's gradient once, and the gradient is complete
-after `backwards` additions. If each backward adds to a gradient k times (because of a module that
-several parts of the stage use, or of reentrant checkpoints), the gradient is complete after k times
-`backwards` additions. k is counted in the first step, so all buckets of the first step are reported
-at its end. Buckets are always reported in the order of a backward through the model. Does NOT
-communicate.
+Counting: usually, each backward adds to a parameter's gradient once. If each adds k times (a module
+that several layers use, reentrant checkpoints), the gradient is complete after k times as many
+additions. k is counted in the first step, so all buckets of the first step are reported at its end.
+Buckets are always reported in the order of a backward through the model.
 """
 
 from __future__ import annotations
@@ -29,11 +23,13 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 
 class GradientHooks:
-    """Hooks on the parameters of a stage. `views`: for each parameter, a view of the memory of its
-    gradient. `ready`: called with the number of each bucket whose gradients are complete. `wait`:
-    called with the numbers of buckets; returns when the gradients of these buckets may be
-    overwritten. `backwards`: the number of backwards in the step. If `backwards` is 0, the number
-    is unknown, and no bucket is reported before `finish`."""
+    """Hooks on the parameters of a stage.
+
+    `views`: for each parameter, a view of the memory of its gradient. `ready`: called with the
+    number of each bucket whose gradients are complete. `wait`: called with the numbers of buckets;
+    returns when their gradients may be overwritten. `backwards`: the number of backwards in the
+    step; if it is 0, no bucket is reported before `finish`.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,8 @@
-"""GradientSum: the interface of services that sum a stage's gradients, instead of a reduce-scatter
-by the stage's ranks. Every rank receives the complete sum. `connect_gradient_sum` looks up the
-implementation.
+"""GradientSum: the interface of services that sum a stage's gradients in place of the stage's
+ranks. Every rank receives the complete sum.
 
-The implementation is the function that the entry point `service` names. `connect_gradient_sum`
-calls this function, which returns a GradientSum, or None if there is nothing to sum. roadtrain's
-own implementation is the summation service (sums/service_sums.py):
+The implementation is a function that the entry point `service` names. It returns a GradientSum, or
+None if there is nothing to sum. roadtrain's own is the summation service (sums/service_sums.py):
 
     [project.entry-points."roadtrain.gradient_sums"]
     service = "roadtrain.sums.service_sums:connect_sums"
@@ -26,33 +24,30 @@ class SumUnderWay(Protocol):
     """The sum of one tensor, which may still be in flight."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum and return the sum, on the device of the tensor that was passed to
-        `GradientSum.sum`. The returned tensor is valid until the next sum with the same `number`
-        begins. Raises PeerError and DifferError."""
+        """Wait for the sum and return it, on the device of the summed tensor. The result is valid
+        until the next sum with the same number begins. Raises PeerError and DifferError."""
 
 
 class GradientSum(Protocol):
-    """The connection of one rank to a summation service. The gradients of ranks are added in rank
-    order. If the service first adds the gradients of each host, the sums of the hosts are then
-    added in the order of the hosts' ranks."""
+    """The connection of one rank to a summation service. Gradients are added in rank order: all
+    ranks, or first those of each host and then the hosts' sums."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
-        """Start a sum. All ranks must make the same calls in the same order, with the same `number`
-        and `identity`. number: the number of the bucket. identity: a description of the sum, for
-        errors. tensor: a flat fp32 tensor. The caller must not change the tensor until the sum has
-        arrived."""
+        """Start a sum. All ranks must make the same calls in the same order.
+
+        number: the number of the bucket. identity: a description of the sum, for errors. tensor: a
+        flat fp32 tensor, which must not change until the sum has arrived.
+        """
 
     def close(self) -> None:
-        """Close the connection after a short wait, because other ranks may still need this rank for
-        their sums."""
+        """Close the connection after a short wait, because other ranks may still need this rank."""
 
 
 def connect_gradient_sum(
     options: ParallelOptions, control: ControlLinks, address: str, report: Callable[[str], None]
 ) -> GradientSum | None:
-    """Connect to the summation service, which sums the gradients of all ranks of the job. address:
-    this host's address on the data group's network. Collective. Raises ConfigError and
-    PeerError."""
+    """Connect to the service that sums the gradients of all ranks. Collective. address: this host's
+    address on the data group's network. Raises ConfigError and PeerError."""
     connect = load("roadtrain.gradient_sums", "service")
     found: GradientSum | None = connect(
         options.reducers,

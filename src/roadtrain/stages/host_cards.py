@@ -1,11 +1,9 @@
-"""Detect the network cards of this host: the interfaces, with their addresses, kinds and rates.
+"""Detect this host's network cards: their interfaces, addresses, kinds and rates.
 
-The kind of a card (InfiniBand, RoCE or Ethernet) is certain for an RDMA device
-(/sys/class/infiniband, by its link layer) and for an InfiniBand interface. Any other card counts as
-Ethernet, unless the user states another kind. The following are left out: interfaces that are down,
-the loopback interface, bridges without a card (container networks), and link-local addresses.
-
-Assumes Linux. Does NOT choose among cards (stages/networks.py).
+The kind (InfiniBand, RoCE or Ethernet) is certain for an RDMA device and for an InfiniBand
+interface. Any other card counts as Ethernet. Interfaces that are down, the loopback interface,
+bridges without a card (container networks) and link-local addresses are left out. Assumes Linux.
+Does NOT choose among cards (stages/networks.py).
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
 
 
 def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
-    """Return the ports of the host's RDMA devices, by the name of the port's network interface."""
+    """Return the ports of the host's RDMA devices, by the name of their network interface."""
     found = {}
     for link_layer in sorted(sys.glob("class/infiniband/*/ports/*/link_layer")):
         port = link_layer.parent
@@ -82,8 +80,7 @@ def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
 
 
 def _read(path: Path) -> str:
-    """Return the content of a file of sysfs. Return "" if the file cannot be read, which is normal
-    for entries of unused ports."""
+    """Return the content of a file of sysfs, or "" if it cannot be read, as for unused ports."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -91,8 +88,7 @@ def _read(path: Path) -> str:
 
 
 def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
-    """Return all IPv4 addresses with their prefix lengths. If there are no IPv4 addresses, return
-    the first IPv6 address."""
+    """Return all IPv4 addresses with their prefix lengths, or else the first IPv6 address."""
     found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
     for entry in addresses:
         if entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:
@@ -105,22 +101,21 @@ def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]
 
 
 def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr]) -> Path | None:
-    """Return the interface's directory in sysfs. Return None if sysfs shows the interfaces of
-    another network namespace."""
+    """Return the interface's directory in sysfs, or None if sysfs shows another network
+    namespace."""
     path = sys / "class" / "net" / interface
     own = next((entry.address for entry in addresses if entry.family == psutil.AF_LINK), "")
     return path if _read(path / "address").lower() == own.lower() != "" else None
 
 
 def _has_card(sys: Path, bridge: Path) -> bool:
-    """Return whether the bridge has a port that is a card or a bond of cards."""
     ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
     return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
 
 
 def _kind(ours: Path | None, port: RdmaPort | None) -> str:
-    """Return the kind of a card, or "" if the kind is not known for certain. ours: the card's
-    directory in sysfs. port: the card's RDMA port. Both may be None."""
+    """Return the kind of a card, or "" if it is not certain. ours: the card's directory in
+    sysfs."""
     if port is not None:
         return port.kind
     return INFINIBAND if ours and _read(ours / "type") == ARPHRD_INFINIBAND else ""

@@ -1,11 +1,10 @@
-"""The mapping of ranks to hosts: check that a parallelism fits given hosts, and propose
-parallelisms that fit them.
+"""The mapping of ranks to hosts: check that a parallelism fits given hosts, and propose fitting
+ones.
 
 Ranks are numbered host by host. A tensor group is inside one host. By default, a data group is
-inside one cluster, because the slow networks between clusters would delay every sum of gradients.
-So only pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may have
-different numbers of hosts, and hosts may have different numbers of devices. Does NOT consider which
-network a group uses, or how fast a device is.
+inside one cluster, because the slow networks between clusters would delay every sum of gradients;
+only pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Does NOT consider
+networks or the speed of devices.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class HostDevices(NamedTuple):
 
 
 class DataGroups(StrEnum):
-    """Rule for the places of a data group's ranks: all ranks in the same cluster, or in any
-    clusters."""
+    """Rule for the places of a data group's ranks: in one cluster, or in any clusters."""
 
     IN_ONE_CLUSTER = "in one cluster"
     ANYWHERE = "anywhere"
@@ -39,8 +37,8 @@ Hosts = Sequence[tuple[str, str, int]]  # HostDevices, or tuples of the same fie
 
 
 def hosts_of_ranks(hosts: Hosts) -> list[HostDevices]:
-    """Return the host of each rank. Raises ConfigError if a host has no devices, or if a host is in
-    two clusters."""
+    """Return the host of each rank. Raises ConfigError if a host has no devices or is in two
+    clusters."""
     clusters: dict[str, str] = {}
     out: list[HostDevices] = []
     for at in (HostDevices(*host) for host in hosts):
@@ -65,9 +63,8 @@ def check_ranks(
     blocks: int | None = None,
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
 ) -> list[HostDevices]:
-    """Check that a parallelism fits the hosts, and return the host of each rank. `blocks`: the
-    number of blocks of the model. If it is not None, the stages must have this number of blocks in
-    total. Raises ConfigError if the parallelism does not fit."""
+    """Return the host of each rank, or raise ConfigError if the parallelism does not fit the hosts.
+    `blocks`: the number of blocks of the model; None: the sizes of stages are not checked."""
     host_of = hosts_of_ranks(hosts)
     _check_world(parallelism, len(host_of), len(hosts))
     _check_tensor_groups(parallelism, host_of)
@@ -123,9 +120,8 @@ def _check_data_groups(parallelism: Parallelism, host_of: Sequence[HostDevices])
 
 
 def _replicas(hosts: Hosts, tp: int) -> list[int]:
-    """Return the number of tensor groups of each cluster. The clusters are in rank order. Raises
-    ConfigError if tp does not divide a host's devices, or if the hosts of a cluster are not
-    consecutive."""
+    """Return the number of tensor groups of each cluster, in rank order. Raises ConfigError if tp
+    does not divide a host's devices, or if the hosts of a cluster are not consecutive."""
     host_of = hosts_of_ranks(hosts)
     for at in host_of:
         if at.devices % tp:
@@ -147,10 +143,12 @@ def _replicas(hosts: Hosts, tp: int) -> list[int]:
 
 def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[Parallelism]:
     """Yield all pipelines in which each cluster has one or more stages of equal width (number of
-    replicas). These pipelines pass `check_ranks`. They are ordered by the number of stages; among
-    pipelines with the same number of stages, those with more even widths come first. `blocks`: the
-    number of blocks of the model, which limits the number of stages. Raises ConfigError if tp does
-    not divide a host's devices, or if there are more clusters than blocks."""
+    replicas).
+
+    Pipelines with fewer stages come first, then those with more even widths. `blocks`: the number
+    of blocks of the model, which limits the number of stages. Raises ConfigError if tp does not
+    divide a host's devices, or if there are more clusters than blocks.
+    """
     replicas = _replicas(hosts, tp)
     if len(replicas) > blocks:
         raise ConfigError(

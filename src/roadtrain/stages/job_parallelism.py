@@ -1,5 +1,5 @@
-"""The `[parallelism]` table of a job file: the degrees, the stages, the networks, the storage of
-stages, and the reducers."""
+"""The `[parallelism]` table of a job file: degrees, stages, networks, stores of stages,
+reducers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ADDRESS = re.compile(r"[^/\s]+:\d+")
 
 
 def _as_addresses(value: object) -> object:
-    """Split a text that is a comma-separated list of addresses. Return any other value unchanged,
-    such as the path of a file."""
+    """Split a text that is a comma-separated list of addresses. Return any other value
+    unchanged."""
     texts = value.split(",") if isinstance(value, str) else []
     return texts if texts and all(map(ADDRESS.fullmatch, texts)) else value
 
@@ -39,8 +39,8 @@ Stages = list[Whole] | Literal["even", "measured", "paper"]
 
 
 class StagePlacement(Section):
-    """The place where one stage's parameters and optimizer state are stored: in files, on servers,
-    or in host memory. Stages without a StagePlacement keep both on their ranks."""
+    """The place where one stage's parameters and optimizer state are stored. Stages without a
+    StagePlacement keep both on their ranks."""
 
     stage: Whole
     files: Texts = []
@@ -110,7 +110,7 @@ class ParallelismSection(Section):
     parameter-server)"""
 
     def check_known(self) -> None:
-        """Raise ConfigError if the parallelism is "auto": only a plan can replace "auto" by
+        """Raise ConfigError if the parallelism is "auto", which only a plan can replace by
         degrees."""
         if self.auto:
             raise ConfigError(
@@ -158,8 +158,8 @@ class ParallelismSection(Section):
         return self.model_copy(update={"reducers": reducers, "reducers_token_file": token})
 
     def degrees(self, processes: int) -> Parallelism:
-        """Return the Parallelism for a number of processes. Raises ConfigError if the processes
-        cannot be divided evenly among the stages."""
+        """Return the Parallelism for a number of processes. Raises ConfigError if they cannot be
+        divided evenly among the stages."""
         dp = self.dp
         if dp is None and not self.widths:
             dp, rest = divmod(processes, self.pp * self.tp)

@@ -1,5 +1,5 @@
-"""StageLayout: the segments and parameters of each stage, and the parameters that several stages
-share. A segment is a range of consecutive blocks. Every rank computes the same StageLayout."""
+"""StageLayout: the segments (ranges of blocks) and parameters of each stage, and the parameters
+that several stages share. Every rank computes the same StageLayout."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class StageLayout:
 
     @staticmethod
     def of(parallelism: Parallelism, cuts: Cuts) -> StageLayout:
-        """Divide the model into stages. Raises ConfigError if the numbers of blocks of all stages
-        do not add up to the number of blocks of the model. Raises ModelError if the model cannot be
-        cut between these stages."""
+        """Divide the model into stages. Raises ConfigError if the stages' numbers of blocks do not
+        add up to the model's, and ModelError if the model cannot be cut between these stages."""
         counts = parallelism.layers(len(cuts.blocks))
         if not all(counts):
             raise ConfigError(
@@ -55,8 +54,7 @@ class StageLayout:
         return tuple(s for s in range(self.parallelism.pp) if name in self.names_of(s))
 
     def shared(self) -> dict[tuple[int, ...], tuple[str, ...]]:
-        """Return the names of the shared parameters, grouped by the stages that share them: the
-        keys are tuples of stages."""
+        """Return the names of the shared parameters, by the tuple of stages that share them."""
         found: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in sorted(frozenset().union(*self.names)):
             stages = self.stages_of(name)
@@ -65,8 +63,8 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """Return the groups of the ranks that share parameters: one group for each pair (set of
-        stages that share parameters, index in the tensor-parallel group)."""
+        """Return the groups of ranks that share parameters: one for each set of stages that share
+        parameters and each index in the tensor-parallel groups."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 

@@ -1,10 +1,7 @@
-"""StageLinks: messages between stages. Activations are sent forward, and their gradients are sent
-back.
+"""StageLinks: messages between stages: activations forward, and their gradients back.
 
-Each boundary between stages has two process groups, one per direction. Each of these groups uses
-the network that was chosen for it (`process_groups`). Messages between two ranks of a group arrive
-in the order in which they are sent. `send` returns at once. The tensors of the message are kept in
-memory until they are sent. Receives are posted before their messages are needed. Every wait has a
+Each boundary between stages has two process groups, one per direction, each with its own network.
+Messages between two ranks of a group arrive in the order in which they are sent. Every wait has a
 timeout; the error names both ranks and the message (Rule 5).
 """
 
@@ -56,8 +53,7 @@ class StageLinks:
         self.wait_s = 0.0  # seconds spent in `wait` and `flush`
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
-        """Start to send a message. tensors: the content of the message. The caller must not change
-        these tensors until they are sent."""
+        """Start to send `tensors`, which the caller must not change until they are sent."""
         group, to = self._group(transfer), self._rank_of(transfer.receiver)
         whole = [x.detach().contiguous() for x in tensors]
         with self._translated(transfer, sending=True):
@@ -102,8 +98,7 @@ class StageLinks:
 
     @contextmanager
     def _translated(self, transfer: Transfer, *, sending: bool) -> Iterator[None]:
-        """Translate torch's errors about a peer to DeadlineError or LostError. The new errors name
-        both ranks, the message and the step."""
+        """Translate torch's errors about a peer to DeadlineError or LostError."""
         then = time.monotonic()
         try:
             yield

@@ -1,15 +1,12 @@
-"""Networks: choose the network of each group of ranks.
+"""Networks: choose the network of each group of ranks. Does NOT communicate.
 
-A group on one host communicates inside the host (NVLink, shared memory, loopback). Any other group
-uses the fastest cards of one kind that connect all of its hosts. If no fast kind connects all
-hosts, the group uses Ethernet. If Ethernet does not connect all hosts, `pick` raises ConfigError.
-The rule of Yang et al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a
-cluster, and Ethernet between stages.
+A group on one host communicates inside the host. Any other group uses the fastest cards of one kind
+that connect all of its hosts, or else Ethernet. The rule of Yang et al. (Holmes), section 3.2, is a
+special case: RDMA for data groups inside a cluster, and Ethernet between stages.
 
-Cards of one kind are assumed to reach each other if they are on the same fabric. The fabric of a
-card is the name that the user stated in `networks` or, without such a statement, the subnet of the
-card's address. Ethernet is assumed to be routed between subnets; InfiniBand and RoCE are not. The
-preflight tests these assumptions. Does NOT communicate.
+Cards of one kind are assumed to reach each other if they are on the same fabric: the name that the
+user stated or, by default, the subnet. Ethernet is assumed to be routed between subnets; InfiniBand
+and RoCE are not. The preflight tests these assumptions.
 """
 
 from __future__ import annotations
@@ -45,10 +42,9 @@ C = TypeVar("C", bound=HasKind)
 def fastest_common(
     hosts: Sequence[Sequence[C]], fabric: Callable[[C], str], bytes_per_s: Callable[[C], float]
 ) -> tuple[C, ...] | None:
-    """Choose one card of each host. All chosen cards have the same kind and fabric, and the slowest
-    of them is as fast as possible. Return None if the hosts have no kind and fabric in common. If
-    any rate is unknown (0), a faster kind of card is preferred to a higher rate. fabric,
-    bytes_per_s: functions that return the fabric and the rate of a card."""
+    """Choose one card of each host, all of the same kind and fabric, so that the slowest is as fast
+    as possible. Return None if the hosts have no kind and fabric in common. If any rate is unknown
+    (0), the kind counts before the rate."""
     ways: list[tuple[float, int, tuple[C, ...]]] = []
     for first in hosts[0]:
         found = [
@@ -65,8 +61,8 @@ def fastest_common(
 
 
 class NetworkStatement(Section):
-    """The user's statement of the properties of some network cards. If several statements match a
-    card, the first of these statements applies."""
+    """The user's statement about some network cards. The first statement that matches a card
+    applies."""
 
     hosts: Texts = ["*"]
     """names or patterns of hosts, such as `a*`"""
@@ -114,7 +110,7 @@ class NetworkStatement(Section):
 
 @dataclass(frozen=True)
 class HostCard:
-    """A network interface of a host, with one of the interface's addresses."""
+    """A network interface of a host, with one of its addresses."""
 
     interface: str
     address: str
@@ -142,7 +138,7 @@ class HostCard:
 @dataclass(frozen=True)
 class HostCards:
     """A host and its network cards. `identity`: a text that is the same in all processes that share
-    the host's memory and network, and different in all other processes."""
+    the host's memory and network, and differs elsewhere."""
 
     identity: str
     name: str
@@ -199,10 +195,12 @@ LOOPBACK_CARD = HostCard("lo", LOOPBACK, 8, kind=INSIDE)
 def override(
     hosts: Sequence[HostCards], statements: Sequence[NetworkStatement]
 ) -> tuple[HostCards, ...]:
-    """Apply the user's statements to the detected cards of `hosts`, and return the hosts with the
-    changed cards. Cards with `use = false` are removed. If several hosts have a card with the same
-    address (container bridges), these cards are removed, too. Raises ConfigError for a statement
-    about a missing interface, and for a statement that contradicts the detected kind."""
+    """Return `hosts` with the user's statements applied to their cards. Cards with `use = false`,
+    and cards with an address that several hosts have (container bridges), are removed.
+
+    Raises ConfigError for a statement about a missing interface, and for one that contradicts the
+    detected kind.
+    """
     for statement in statements:
         _check_exists(statement, hosts)
     every = {host.identity: host for host in hosts}.values()
@@ -219,8 +217,8 @@ def override(
 
 
 def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
-    """Raise ConfigError if the statement matches no card. If the statement names an interface
-    without a pattern, also raise ConfigError if one of the stated hosts lacks the interface."""
+    """Raise ConfigError if the statement matches no card, or names an interface that a stated host
+    lacks."""
     meant = [host for host in hosts if statement.matches_host(host.name)]
     named = not set(statement.interface) & set("*?[")
     for host in meant:
@@ -278,9 +276,9 @@ class _AllRanks:
 def choose_networks(
     groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
-    """Choose a network for each group, and for CONTROL, the group of all ranks. Return the networks
-    by the name of the group. hosts: the host of each rank. Raises ConfigError with the reason if
-    the hosts of a group cannot reach each other."""
+    """Choose a network for each group and for the group of all ranks, and return them by the
+    groups' names. hosts: the host of each rank. Raises ConfigError with the reason if the hosts of
+    a group cannot reach each other."""
     host_of = dict(enumerate(hosts))
     every = (*groups, _AllRanks(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
@@ -308,7 +306,6 @@ def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
 
 
 def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
-    """Raise ConfigError if a fabric has both InfiniBand and RoCE cards."""
     fabrics = {card.fabric for host in hosts for card in host.cards if card.fabric}
     for fabric in sorted(fabrics):
         found = {
@@ -343,7 +340,7 @@ def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
     """Return a note for the log if the group uses Ethernet although every host has a faster kind of
-    card. Otherwise return "". way: the card that each host uses."""
+    card, otherwise "". way: the card that each host uses."""
     best = [min((card.kind for card in host.cards), key=KINDS.index) for host in hosts]
     if way[0].kind != ETHERNET or ETHERNET in best:
         return ""
@@ -355,7 +352,6 @@ def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return a list of names for messages: the first `most` names, and the number of the other
-    names."""
+    """Return a list for messages: the first `most` names, and the number of the other names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return " ".join(names[:most]) + more

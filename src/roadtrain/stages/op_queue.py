@@ -1,10 +1,9 @@
 """CollectiveQueue: a thread that runs a rank's collective operations in order, while another thread
-computes. SideStream: the device stream of the queue's thread.
+computes. SideStream: the GPU stream of this thread.
 
-All ranks of a group must start the same operations in the same order. The caller of `put` is
-responsible for this order. At most DEPTH operations are in flight at a time. The queue waits for
-operations in the order in which they started. After an error, the queue starts no further
-operation. It raises the error in every waiting thread and in every later `put` (Rule 5).
+All ranks of a group must queue the same operations in the same order. At most two operations are in
+flight. After an error, the queue starts no further operation, and raises the error in every waiting
+thread and in every later `put` (Rule 5).
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class Pending(Protocol):
 @dataclass(frozen=True)
 class QueuedCollective:
     """A job of the queue. `what`: the job's name in errors. `run`: a generator that starts an
-    operation and yields it, or yields None if there is nothing to wait for. When the operation is
-    done, the queue resumes the generator, and the generator finishes the job. `alone`: whether the
-    job starts only after all earlier jobs have ended."""
+    operation and yields it (or None), and finishes the job when the operation is done. `alone`:
+    whether the job starts only after all earlier jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]
@@ -46,9 +44,9 @@ class QueuedCollective:
 
 
 class CollectiveQueue:
-    """A thread that runs jobs in order. `deadline_s`: the timeout of one operation in seconds. The
-    process groups enforce this timeout; the queue uses it to limit the time without any progress.
-    `running`: a context manager that is active while the thread runs."""
+    """A thread that runs jobs in order. `deadline_s`: the timeout of one operation in seconds,
+    which the process groups enforce. `running`: a context manager that is active while the thread
+    runs."""
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class CollectiveQueue:
         self._thread.start()
 
     def put(self, job: QueuedCollective) -> None:
-        """Queue a job. If an earlier job failed, raises the error of that job. Raises LoopError
-        after `close`."""
+        """Queue a job. Raises the error of a failed earlier job, and LoopError after `close`."""
         with self._changed:
             self.check()
             if self._closing:
@@ -81,9 +78,9 @@ class CollectiveQueue:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait until `until()` returns true. `until` is called again whenever a job ends. `what`:
-        the event for which the caller waits, for errors. If a job failed, raises the error of that
-        job. Raises DeadlineError if no job ends for twice `deadline_s`."""
+        """Wait until `until()`, which is called whenever a job ends, returns true. `what`: the
+        event for which the caller waits, for errors. Raises the error of a failed job, and
+        DeadlineError if no job ends for twice `deadline_s`."""
         with self._changed:
             while True:
                 # must precede `until()`, which may return true because an error clears all jobs
@@ -110,8 +107,8 @@ class CollectiveQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish all queued jobs and end the thread. If a job failed and its error was not raised
-        before, raises this error. Raises DeadlineError if the thread does not end."""
+        """Finish all queued jobs and end the thread. Raises the error of a failed job if it was not
+        raised before, and DeadlineError if the thread does not end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -125,7 +122,7 @@ class CollectiveQueue:
                 self.check()
 
     def check(self) -> None:
-        """If a job failed, raise the error of that job."""
+        """Raise the error of a failed job, if any."""
         if self.error is None:
             return
         self._reported = True
@@ -156,8 +153,8 @@ class CollectiveQueue:
                 self._fail(error)
 
     def _take(self, done: int = 0) -> QueuedCollective | None:
-        """If the next job may start now, remove this job from the queue and return it. Otherwise
-        return None. `done`: the number of jobs in flight whose operations are done."""
+        """Remove the next job from the queue and return it, or return None if no job may start now.
+        `done`: the number of jobs in flight whose operations are done."""
         busy = len(self._in_flight)
         if not self._jobs or busy - done >= DEPTH or (self._jobs[0].alone and busy):
             return None
@@ -196,7 +193,7 @@ class CollectiveQueue:
 
 
 def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
-    """Return a LostError or a DeadlineError for torch's error about a lost peer. Return any other
+    """Return a LostError or a DeadlineError for torch's error about a lost peer, and any other
     error unchanged."""
     text = " ".join(str(error).split())
     of_group = isinstance(error, dist.DistError) or any(w in text.lower() for w in PEER_WORDS)
@@ -212,12 +209,10 @@ def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
 
 
 class SideStream:
-    """A device stream for the queue's thread. Events keep the order between this stream and the
-    stream of the thread that computes.
+    """A GPU stream for the queue's thread. Marks (events) make this stream and the stream of the
+    computing thread wait for each other's results.
 
-    On an accelerator, the queue's thread runs on `stream`. Marks are device events with which each
-    stream waits for results of the other stream. On the CPU, there is no stream, and all methods do
-    nothing, because results are complete when an operation has ended.
+    On the CPU, all methods do nothing, because results are complete when an operation has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -231,28 +226,27 @@ class SideStream:
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     def mark(self) -> torch.Event | None:
-        """Return a mark: an event that occurs when all work that the computing thread has started
-        so far is done. Called by the computing thread."""
+        """Return an event that occurs when all work that the computing thread has started so far is
+        done. Called by the computing thread."""
         if self.stream is None:
             return None
         return torch.accelerator.current_stream(self.stream.device).record_event()
 
     def after(self, mark: torch.Event | None) -> None:
-        """Make the side stream wait for the event `mark`, which the method `mark` returned. Called
-        by the queue's thread."""
+        """Make the side stream wait for an event that `mark` returned. Called by the queue's
+        thread."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
     def leave_mark(self, number: int) -> None:
-        """Record the mark of bucket `number`: an event that occurs when all work that the side
-        stream has started so far is done. The bucket has been written when the event occurs. Called
-        by the queue's thread."""
+        """Record that bucket `number` is written when the side stream has done all work started so
+        far. Called by the queue's thread."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 
     def wait_for(self, numbers: Collection[int]) -> None:
-        """Make the computing stream wait until the buckets `numbers` have been written. Called by
-        the computing thread."""
+        """Make the computing stream wait until these buckets are written. Called by the computing
+        thread."""
         if self.stream is None:
             return
         for number in numbers:

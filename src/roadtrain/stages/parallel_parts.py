@@ -44,8 +44,8 @@ DIRECTION = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 @dataclass(frozen=True)
 class RankContext:
-    """The values that the optimizer, the pipeline and the other objects of one rank have in common:
-    the groups, the connections and the options."""
+    """The groups, connections and options that the optimizer and pipeline of one rank have in
+    common."""
 
     rank: int
     groups: Groups
@@ -72,9 +72,11 @@ def join(
     report: Report,
 ) -> RankContext:
     """Choose and test a network for every group, create the process groups and control links, and
-    agree on an id of this start of the job. rule: the class name of the user's optimizer.
-    Collective. Raises ConfigError if the hosts of a group have no network in common, and PeerError
-    if a network does not work."""
+    agree on an id of this start of the job. Collective.
+
+    rule: the class name of the user's optimizer. Raises ConfigError if the hosts of a group have no
+    network in common, and PeerError if a network does not work.
+    """
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = override(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
@@ -95,10 +97,11 @@ def join(
 
 
 class UserOptimizer:
-    """The user's optimizer, and a copy of its original parameter groups, which contain the
-    parameters of the whole model. Raises ConfigError if the optimizer has parameters that are not
-    in the model, or if it has taken steps. Later, the optimizer's `load_state_dict` raises
-    ConfigError if the loaded state contains the results of steps."""
+    """The user's optimizer, and its original parameter groups over the whole model.
+
+    Raises ConfigError if the optimizer has parameters that are not in the model, or has taken
+    steps; so does its `load_state_dict` for the state of an optimizer that has taken steps.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -109,9 +112,8 @@ class UserOptimizer:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the loaded settings into the original dictionaries of the parameter groups. torch's
-        `load_state_dict` replaces these dictionaries, but the stages read the original
-        dictionaries. Called after each `load_state_dict`."""
+        """Copy loaded settings into the original dictionaries of the parameter groups, which the
+        stages read."""
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = self._groups
@@ -122,8 +124,8 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Set the parameters of each optimizer group to those of the group's original parameters
-        that are in `model`. Return the optimizer."""
+        """Limit each parameter group to its original parameters that are in `model`, and return the
+        optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -136,8 +138,8 @@ def make_stage_optimizer(
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
-    """Create the optimizer of this rank's stage. If the stage has a store, the optimizer is a
-    PlacedStage. Otherwise it is a ShardedOptimizer over the data group."""
+    """Create the optimizer of this rank's stage: a PlacedStage if the stage has a store, otherwise
+    a ShardedOptimizer over the data group."""
     stage = context.position.stage
     if stage in context.options.stores:
         return placed_stage(context, stage_model, optimizer)
@@ -194,8 +196,8 @@ def silent(_: str) -> None: ...
 
 
 def split_layers(context: RankContext, stage_model: StageModel) -> TensorParallel | None:
-    """Split the stage's layers over the ranks of the replica's tensor group. If tp is 1, split
-    nothing and return None."""
+    """Split the stage's layers over the ranks of the replica's tensor group. Return None if tp is
+    1."""
     if context.groups.parallelism.tp == 1:
         return None
     group = context.processes[context.groups.group_of(GroupKind.TENSOR, context.rank)]
@@ -205,12 +207,12 @@ def split_layers(context: RankContext, stage_model: StageModel) -> TensorParalle
 
 
 def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
-    """Return the parameters that this stage shares with other stages, as pairs (names, copies): one
-    pair for each set of stages that share parameters with this stage. names: the names of the
-    shared parameters. copies: the group of the ranks that have a copy of these parameters. The
-    order of the pairs is the same in all of these stages. Raises ConfigError if only some stages of
-    a set have a store, because stages with a store sum gradients in another way than stages without
-    a store."""
+    """Return pairs (names of parameters that this stage shares, group of the ranks that have them),
+    one for each set of stages that share parameters, in the same order in all of these stages.
+
+    Raises ConfigError if only some stages of a set have a store, because these sum gradients in
+    another way.
+    """
     at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = context.groups.parallelism.replicas_of
     for stages, names in context.layout.shared().items():
@@ -231,9 +233,9 @@ def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCop
 def cast_and_move(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Cast floating-point parameters to `dtype` (unless `dtype` is None), and move all parameters
-    and buffers to the device. For each fp32 parameter that is cast to a narrower dtype, return the
-    fp32 values by the parameter's name. These values stay on their previous device."""
+    """Cast floating-point parameters to `dtype` (unless it is None), and move parameters and
+    buffers to `device`. Return the previous fp32 values of narrowed parameters by name, on their
+    previous device."""
     masters = {}
     for name, p in model.named_parameters():
         floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -246,8 +248,7 @@ def cast_and_move(
 
 
 def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunction) -> Pipeline:
-    """Create the pipeline of this rank, with the rank's segments and the rank's links to
-    neighboring stages."""
+    """Create the pipeline of this rank, with its segments and its links to neighboring stages."""
     at, options, layout = context.position, context.options, context.layout
     parallelism = context.groups.parallelism
     shape = PipelineShape(
@@ -274,8 +275,8 @@ def stage_links(context: RankContext) -> StageLinks:
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
-    """Report the parallelism. If tp is above 1 and the model draws random numbers, also report that
-    results depend on tp (Rule 2)."""
+    """Report the parallelism, and whether results depend on tp because the model draws random
+    numbers (Rule 2)."""
     parallelism, micro = context.groups.parallelism, context.options.num_microbatches
     say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:

@@ -1,11 +1,11 @@
 """StageSizes: choose the number of blocks of each stage by measured speeds, and move blocks between
-stages at the end of a step if devices have become slower or faster.
+stages after a step if devices have become slower or faster.
 
     measured speeds -> sizes -> the model is cut again -> values and state move -> the next step
 
-Moving blocks keeps all values and optimizer state: ranks send them to each other as pieces
-(stages/piece_exchange.py). This module does NOT search for sizes (stages/protocol/stage_sizes.py)
-or detect changed speeds (stages/protocol/drift.py).
+Ranks send values and optimizer state to each other as pieces (stages/piece_exchange.py). Does NOT
+search for sizes (stages/protocol/stage_sizes.py) or detect changed speeds
+(stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ Report = Callable[[str], None]
 
 
 class StageSizes:
-    """The sizes of the stages of `training`: the number of blocks of each stage. All methods are
-    collective."""
+    """The sizes of the stages of `training`, in blocks. All methods are collective."""
 
     def __init__(
         self,
@@ -99,8 +98,8 @@ class StageSizes:
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """Return the average seconds that this rank needed for the forward and backward of one
-        micro-batch through a block of weight 1. times: the times of a step on this rank."""
+        """Return this rank's average seconds for the forward and backward of one micro-batch
+        through a block of weight 1. times: the times of a step on this rank."""
         context = self._training.context
         own = context.layout.segments_of(context.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
@@ -111,10 +110,11 @@ class StageSizes:
         return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
-        """Check whether speeds have changed so much that other sizes would shorten a step. If so,
-        and if `resize_stages` is set, move blocks. If `resize_stages` is None, only report the
-        better sizes. Call this method after each step. passes_s: the result of `own_pass_s` on
-        every rank."""
+        """Move blocks if speeds have changed so much that other sizes would shorten a step, or only
+        report these sizes if the option `resize_stages` is None. Call this after each step.
+
+        passes_s: the result of `own_pass_s` on every rank.
+        """
         if self._watch is None:
             return
         context = self._training.context
@@ -134,8 +134,8 @@ class StageSizes:
             self._watch.moved(offer)
 
     def _try_move(self, sizes: tuple[int, ...]) -> bool:
-        """Move blocks to reach these sizes, and return True. If the model cannot be cut into stages
-        of these sizes, report the reason and return False."""
+        """Move blocks to reach these sizes, and return True. If the model cannot be cut this way,
+        report the reason and return False."""
         try:
             layout = self._layout(sizes)
         except UserError as why:
@@ -169,8 +169,8 @@ class StageSizes:
         return measured_memory(context.groups, measured, work, cuts, self._numels, **of)
 
     def _room(self) -> float:
-        """Return the bytes of memory that a stage on this rank may use: the free memory plus the
-        bytes that the current stage uses."""
+        """Return the bytes of memory that a stage on this rank may use: free memory plus what the
+        current stage uses."""
         context = self._training.context
         used = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
         if context.device.type == "cpu":
@@ -183,13 +183,13 @@ class StageSizes:
 
     def move(self, sizes: tuple[int, ...]) -> None:
         """Cut the model into stages of these sizes, and move parameters and state between the
-        stages. If the model cannot be cut into such stages, raises ModelError or ConfigError and
-        changes nothing."""
+        stages. If the model cannot be cut this way, raises ModelError or ConfigError and changes
+        nothing."""
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """Return the layout of stages with these sizes. Raises ModelError or ConfigError, the same
-        on all ranks, if the model cannot be cut into such stages."""
+        """Return the layout of stages with these sizes, or raise ModelError or ConfigError on all
+        ranks."""
         context = self._training.context
         parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
@@ -229,8 +229,8 @@ class StageSizes:
 
 
 def check_shared(context: RankContext, layout: StageLayout) -> None:
-    """Raise ConfigError if stages of this layout share parameters, but there is no process group
-    that connects these stages."""
+    """Raise ConfigError if stages of this layout share parameters, but no process group connects
+    them."""
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""ParallelTraining: one process's part of a model that is trained in stages. `parallelize` returns
-a ParallelTraining. All processes call `step` together."""
+"""ParallelTraining: one process's part of a model that is trained in stages, as `parallelize`
+returns it. All processes call `step` together."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class StepResult:
 
 
 class WatchedSizes(Protocol):
-    """The methods of StageSizes (stages/parallel_sizes.py) that ParallelTraining calls. StageSizes
-    moves blocks between stages."""
+    """The methods of StageSizes (stages/parallel_sizes.py) that ParallelTraining calls."""
 
     def own_pass_s(self, times: StepTimes) -> float: ...
     def step(self, passes_s: Sequence[float]) -> None: ...
@@ -60,8 +59,8 @@ class ParallelTraining:
     """The part of a model that one process trains, as returned by `parallelize`.
 
     Use the object as a context manager, or call `close` at the end and `abandon` after an error.
-    `optimizer.param_groups` are the groups of the user's optimizer, so learning-rate schedulers of
-    the user's optimizer work.
+    `optimizer.param_groups` are the groups of the user's optimizer, so the user's learning-rate
+    schedulers work.
     """
 
     def __init__(
@@ -119,9 +118,9 @@ class ParallelTraining:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Context manager for one collective operation. After an error, no further operation may
-        start (Rule 6). Otherwise, ranks could run different operations, and take messages of one
-        operation for messages of another. what: the name of the operation, for errors."""
+        """Run one collective operation. After an error, no further operation may start, since ranks
+        could take messages of one operation for messages of another (Rule 6). what: the operation's
+        name, for errors."""
         if self._closed:
             raise LoopError("this ParallelTraining is closed, so no step can run")
         if self._failed:
@@ -205,8 +204,7 @@ class ParallelTraining:
         return found.blobs
 
     def due(self) -> bool:
-        """Return whether `snapshot` should be called after this step, according to the interval of
-        snapshots."""
+        """Return whether `snapshot` should be called after this step."""
         return self._snapshots is not None and self._snapshots.due(self.steps_done)
 
     def snapshot(self, blobs: Mapping[str, bytes]) -> None:
@@ -226,13 +224,11 @@ class ParallelTraining:
             self.committed_step = self.steps_done
 
     def _buffers(self) -> dict[str, bytes]:
-        """Return the buffers of this stage for a snapshot, as blobs by name. Each stage saves its
-        own buffers."""
         return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
-        """Raise StaleError if the ranks are at different steps. Ranks can be at different steps if
-        stages have stores, because each store commits its steps by itself."""
+        """Raise StaleError if the ranks are at different steps, as stages with stores may be,
+        because each store commits its steps by itself."""
         steps = self.context.control.agree(self.steps_done, "the step at which each rank is")
         if len({*steps}) > 1:
             where = (f"{self.context.control.name(r)} at step {n}" for r, n in enumerate(steps))
@@ -244,7 +240,6 @@ class ParallelTraining:
             )
 
     def _entries(self) -> list[ParamEntry]:
-        """Return the parameters of this stage, under their names in the whole model."""
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], self.context.rule)
@@ -309,8 +304,6 @@ class ParallelTraining:
             self.abandon()
 
     def _gather(self, values: list[float]) -> list[list[float]]:
-        """Send `values` to all ranks, and return the values of each rank, in rank order.
-        Collective."""
         return self.context.control.agree(values, f"sums of step {self.steps_done}")
 
     def adopt(
@@ -320,8 +313,7 @@ class ParallelTraining:
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
-        """Replace this process's part of the model, and the optimizer and pipeline of the part. The
-        next step uses the new part."""
+        """Replace this process's stage, with its optimizer and pipeline, from the next step on."""
         self.context, self.stage_model = context, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         stage_model.attach()

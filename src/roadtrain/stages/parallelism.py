@@ -1,24 +1,21 @@
 """Parallelism: the degrees of parallelism, the groups of devices, and the layers of each pipeline
 stage. Does NOT communicate.
 
-Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-parallel, p
-pipeline-parallel and d data-parallel ranks (d p t devices in total), the groups are those of Yang
-et al. (Holmes), equations 1 to 3, with indices from 0:
+Devices are numbered host by host, from 0. With t tensor-parallel, p pipeline-parallel and d
+data-parallel ranks, the groups are those of Yang et al. (Holmes), equations 1 to 3, with indices
+from 0:
 
     tensor group i     i t + j                                   j < t     inside one host
     pipeline group i   i + j t d                                 j < p     a stage is t d
                                                                            consecutive devices
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
-Stages may differ in their number of data-parallel ranks (`widths`). If widths differ, devices are
-numbered by stage, then by replica, then by tensor rank. If all widths are d, this numbering is the
-same as above. If stage s has d_s replicas, micro-batch i of a step goes through replica i mod d_s
-of the stage. The devices that a micro-batch passes form a pipeline group, so a device of a narrow
-stage is in several pipeline groups.
+If stages differ in width (number of data-parallel ranks), devices are numbered by stage, then
+replica, then tensor rank. Micro-batch i goes through replica i mod d_s of stage s, which has d_s
+replicas. The devices that a micro-batch passes form a pipeline group.
 
 Context-parallel ranks process parts of each sequence with the same parameters, so the d above is dp
-x cp. The ranks of a context group are consecutive in a data group. The ranks of an expert group are
-consecutive, too. Each expert is on one rank of each expert group.
+x cp. The ranks of a context group or an expert group are consecutive in a data group.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from roadtrain.options.schema import Count, Whole, refusing, value
 @dataclass(frozen=True, slots=True)
 class RankPosition:
     """The position of a rank in the pipeline. `replica`: the index of the rank's replica in the
-    stage. Every context-parallel rank counts as a replica."""
+    stage; every context-parallel rank counts as a replica."""
 
     stage: int
     replica: int
@@ -115,14 +112,12 @@ class Parallelism:
 
     @property
     def replicas_of(self) -> tuple[int, ...]:
-        """Number of replicas of each stage. Replicas are ranks with the same parameters, except for
-        experts."""
+        """Number of replicas (ranks with the same parameters, except for experts) of each stage."""
         return tuple(width * self.cp for width in self.widths or (self.dp,) * self.pp)
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of every stage. Raises ConfigError if stages have different numbers of
-        replicas."""
+        """Number of replicas of every stage. Raises ConfigError if stages differ."""
         if self.widths:
             raise ConfigError(
                 f"widths {', '.join(map(str, self.widths))} must be equal in a simulation",
@@ -141,8 +136,8 @@ class Parallelism:
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (stage, next stage) between which activations are sent. With virtual stages, the
-        pair (last stage, first stage) is included."""
+        """Pairs (stage, next stage) between which activations are sent; with virtual stages, also
+        (last stage, first stage)."""
         last = ((self.pp - 1, 0),) if self.virtual_stages > 1 and self.pp > 1 else ()
         return (*itertools.pairwise(range(self.pp)), *last)
 
@@ -158,14 +153,13 @@ class Parallelism:
         return self.first_ranks[at.stage] + at.replica * self.tp + at.tensor
 
     def micro_batches(self, stage: int, replica: int, total: int) -> range:
-        """Return the numbers of the micro-batches that a replica runs in a step. `total`: the
-        number of micro-batches of the step. All ranks of a context group run the same
+        """Return the numbers of the micro-batches that a replica runs in a step of `total`
         micro-batches."""
         return range(replica // self.cp, total, self.replicas_of[stage] // self.cp)
 
     def check_micro_batches(self, total: int) -> None:
-        """Raise ConfigError if a replica would run none of the `total` micro-batches of a step.
-        With virtual stages, also raise ConfigError if `total` is not a multiple of dp x pp."""
+        """Raise ConfigError if `total` micro-batches leave a replica without any or, with virtual
+        stages, are not a multiple of dp x pp."""
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
@@ -197,9 +191,8 @@ class Parallelism:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Return the pipeline groups: for every path that micro-batches take through the stages,
-        the ranks on the path. There is a separate path for each context-parallel and each
-        tensor-parallel rank."""
+        """Return the ranks on each path that micro-batches take through the stages. Each
+        context-parallel and each tensor-parallel rank has its own path."""
         turns = math.lcm(*(n // self.cp for n in self.replicas_of))
 
         def passed(way: int, context: int, tensor: int) -> list[int]:
@@ -222,10 +215,10 @@ class Parallelism:
         ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Divide `layers` layers among the stages. Return the number of layers of each stage or,
-        with virtual stages, of each virtual stage in the model's order. The first stage may have 0
-        layers, because it has the embedding; the last stage may have 0 layers, because it has the
-        head. Raises ConfigError if `stages` does not add up to `layers`."""
+        """Return the number of layers of each stage or, with virtual stages, of each virtual stage
+        in the model's order. Of virtual stages, the first and last may have 0 layers, because they
+        have the embedding and the head. Raises ConfigError if `stages` does not add up to
+        `layers`."""
         count = self.pp * self.virtual_stages
         if not self.stages:
             return even(layers, count)
@@ -240,9 +233,8 @@ class Parallelism:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Divide layers evenly, and return the number of layers of each stage. If there is a remainder,
-    the first stages have one layer more. Raises ConfigError if there are more stages than
-    layers."""
+    """Return the number of layers of each stage if layers are divided evenly; the first stages may
+    have one more. Raises ConfigError if there are more stages than layers."""
     if not 0 < stages <= layers:
         raise ConfigError(
             f"{layers} layers cannot fill {stages} stages", hint=f"set pp to at most {layers}"
@@ -257,16 +249,14 @@ def balanced(
     ends: tuple[float, float] = (0.0, 0.0),
     fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
 ) -> tuple[int, ...] | None:
-    """Divide layers so that the slowest stage is as fast as possible. The time of a stage is the
-    sum of the `weights` of the stage's layers (FLOPs), divided by the stage's speed. `ends`: the
-    weights of the code before the first layer and after the last layer. `fits(stage, begin, stop)`
-    returns whether layers [begin, stop) fit in the stage's memory. If a range of layers fits, each
-    smaller range in it must fit, too. Returns the number of layers of each stage, or None if no
-    division fits.
+    """Return the number of layers of each stage so that the slowest stage is as fast as possible,
+    or None if no division fits.
 
-    The result is exact. It is found by dynamic programming over stages and layers. The search
-    leaves out stages that are slower than a bound, and raises the bound until there is a solution.
-    If an even division is as fast as the best division, the even division is returned."""
+    `weights`: the work of each layer (FLOPs). `speeds`: the work that each stage does in a unit of
+    time. `ends`: the work before the first layer and after the last. `fits(stage, begin, stop)`:
+    whether layers [begin, stop) fit in the stage's memory; any smaller range must fit, too. The
+    result is exact; an even division is preferred if it is as fast.
+    """
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)
 

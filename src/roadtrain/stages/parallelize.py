@@ -1,5 +1,5 @@
-"""parallelize(): train a model in stages over several hosts or clusters. The forward and the
-parameter names of the model stay the same, and so do the class and the groups of the optimizer.
+"""parallelize(): train a model in stages over several hosts or clusters. The model's forward and
+parameter names stay the same, and so do the optimizer's class and groups.
 
     options = ParallelOptions(Parallelism(pp=2, dp=2), num_microbatches=8)
     training = roadtrain.parallelize(model, optimizer, options,

@@ -1,13 +1,8 @@
-"""exchange(): ranks tell each other which pieces they have and which pieces they need, and send the
-pieces to each other.
+"""exchange(): ranks send each other the pieces (values and optimizer state of ranges of parameters)
+that they need.
 
-An exchange takes place when blocks move between stages after a step. It also takes place when a job
-starts on hosts with separate disks. An exchange needs memory for one piece only, whatever the size
-of the model. A rank sends pieces while it receives pieces, so every rank must exhaust its iterator
-before it communicates with other ranks again.
-
-Assumes: the pieces of a rank do not change during the exchange. Does NOT forward received pieces:
-if two ranks need the same elements, the source sends these elements to each of them.
+Used when blocks move between stages, and when a job starts on hosts with separate disks. Needs
+memory for one piece only. Assumes that the pieces of a rank do not change during the exchange.
 """
 
 from __future__ import annotations
@@ -34,14 +29,16 @@ def exchange(
     most_elements: int = PIECE_ELEMENTS,
 ) -> Iterator[Piece]:
     """Return an iterator over the elements of `requested`, in pieces of at most `most_elements`
-    elements. If this rank has a piece, the piece is read locally. Otherwise the nearest rank that
-    has the piece sends the piece (`ControlLinks.distance`). Collective: the call only makes all
-    ranks agree on a plan. The pieces are sent while the ranks iterate, so every rank must exhaust
-    its iterator.
+    elements. Collective.
+
+    A piece that this rank lacks comes from the nearest rank that has it. Pieces are sent while the
+    ranks iterate, so every rank must exhaust its iterator before it communicates with other ranks
+    again.
 
     Raises GoneError if no rank has some of the elements, and DeadlineError or LostError if a rank
-    is missing. If a rank cannot read a piece that it has to send, this rank raises the error at the
-    end of its iteration. The receivers of the piece raise a LostError with the same message."""
+    is missing. A rank that cannot read a piece raises the error at the end of its iteration; the
+    piece's receivers raise a LostError.
+    """
     mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
     every = control.gather(mine, "the pieces that each rank has and needs")
     lists = [msgspec.json.decode(message, type=dict[str, list[Extent]]) for message in every]
@@ -54,9 +51,8 @@ def exchange(
 def _carry_out(
     plan: Sequence[PieceTransfer], source: PieceSource, control: ControlLinks
 ) -> Iterator[Piece]:
-    """Run this rank's transfers in the order of the plan, and yield the pieces that this rank
-    needs. If this rank cannot read a piece, the error is raised at the end, because other ranks
-    wait for the other pieces of this rank."""
+    """Run this rank's transfers, and yield the pieces that it needs. An error about an unreadable
+    piece is raised at the end, because other ranks wait for this rank's other pieces."""
     wrong: RoadtrainError | None = None
     for transfer in plan:
         extent = transfer.extent
@@ -93,8 +89,7 @@ def _send(found: Piece | RoadtrainError, control: ControlLinks, target: int, wha
 
 
 def _receive(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece | LostError:
-    """Receive a piece, or return a LostError if the source reports a failed read. Raises PeerError
-    if the source is lost."""
+    """Receive a piece, or return a LostError if the source could not read it."""
     head = json.loads(control.receive_bytes(source, what))
     if "error" in head:
         return LostError(f"{control.name(source)} could not read {what}: {head['error']}")

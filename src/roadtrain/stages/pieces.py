@@ -1,8 +1,7 @@
 """Pieces: the common format of a stage's parameters and optimizer state, wherever they are stored.
 
-A piece is a contiguous run of one parameter's elements, under the parameter's name in the whole
-model. Pieces do not depend on stages, data-parallel ranks or placements. So stages, ranks and
-placements may change between two starts of a run.
+A piece is a range of one parameter's elements, under the parameter's name in the whole model. So
+stages, ranks and placements may change between two starts of a run.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ VALUE = "value"  # the key of the parameter's fp32 master copy among a piece's a
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Elements [start, stop) of the flattened parameter `name`. In messages, an extent is the list
-    [name, start, stop]."""
+    """Elements [start, stop) of the flattened parameter `name`."""
 
     name: str
     start: int
@@ -35,12 +33,12 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Piece:
-    """The values and optimizer state of an extent. Raises StoreError if an array's length or dtype
-    is wrong.
+    """The values and optimizer state of an extent.
 
-    arrays: float32 arrays [numel] on the host. The array with the key VALUE has the values. The
-    other keys are torch's names of the arrays of the optimizer state, such as "exp_avg". scalars:
-    the optimizer state that exists once per parameter, such as "step".
+    arrays: float32 arrays [numel] on the host: "value" (the parameter's values), and the arrays of
+    the optimizer state under torch's names, such as "exp_avg". scalars: the optimizer state that
+    exists once per parameter, such as "step". Raises StoreError if an array's length or dtype is
+    wrong.
     """
 
     extent: Extent
@@ -56,8 +54,8 @@ class Piece:
                 )
 
     def has_state(self, rule: Rule) -> bool:
-        """Return whether the piece has optimizer state. Raises ForeignError if the piece has the
-        state of another rule than `rule`."""
+        """Return whether the piece has optimizer state. Raises ForeignError if it has the state of
+        another rule."""
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
@@ -79,8 +77,8 @@ class PieceSource(Protocol):
     """A provider of pieces: a stage's optimizer, a snapshot, another rank."""
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this source has. The extents do not overlap."""
+        """Return the extents that this source has, which do not overlap."""
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the values and state of an extent. The extent must lie inside one of
+        """Return a copy of the values and state of an extent, which must lie inside one of
         `extents`."""

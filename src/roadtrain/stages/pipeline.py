@@ -1,10 +1,8 @@
-"""Pipeline: run one rank's part of a pipelined step. This part consists of the forwards and
-backwards of the rank's segments, in the order that protocol/pipeline.py determines. The segments
-compute with tensors that the neighboring stages send.
+"""Pipeline: run one rank's forwards and backwards of a pipelined step, in the order of
+protocol/pipeline.py. Does NOT update parameters.
 
-A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
-and gradients are summed over a stage's ranks. So the sum is the gradient of the mean loss of the
-step, also if stages have different widths. Does NOT update parameters.
+A micro-batch's loss is divided by the number of micro-batches of the whole step, and gradients are
+only summed. So the sum is the gradient of the step's mean loss, also if stages differ in width.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class _Step:
 
 
 class Pipeline:
-    """The pipeline on this rank. parts: the rank's segments; element k is part k of this stage.
+    """The pipeline on this rank. parts: the rank's segments of the model, in the model's order.
     seed: the seed of random numbers in forwards (dropout)."""
 
     def __init__(
@@ -63,13 +61,12 @@ class Pipeline:
         self.times = StepTimes()
 
     def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
-        """Run this rank's micro-batches of step `number` forward and backward. The backwards add
-        gradients to the parameters.
+        """Run this rank's micro-batches of step `number` forward and backward, which adds gradients
+        to the parameters.
 
-        batch: a function that returns the micro-batch with a given number (0 to num_microbatches -
-        1). It is called only for this rank's micro-batches. Returns the sum of this rank's losses,
-        divided by num_microbatches. On all stages except the last, the result is 0.0. Raises
-        PeerError (DeadlineError or LostError).
+        batch: returns the micro-batch with a given number (0 to num_microbatches - 1). Returns the
+        sum of this rank's losses, divided by num_microbatches; 0.0 except on the last stage. Raises
+        DeadlineError and LostError.
         """
         self.times, self.links.step, self.links.wait_s = StepTimes(), number, 0.0
         step = _Step(StageStateMachine(self.shape))
@@ -90,8 +87,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
-        """Run only the forwards of this rank's micro-batches. Returns the sum of this rank's losses
-        as `step` does, and raises the same errors."""
+        """Run only the forwards. Returns the sum of this rank's losses as `step` does, and raises
+        the same errors."""
         machine, total = StageStateMachine(self.shape), 0.0
         handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         for run in (run for run in machine.order if run.what == FORWARD):
@@ -117,9 +114,8 @@ class Pipeline:
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """Yield the runs of the step, in the order of the pipeline schedule (protocol/pipeline.py).
-        A run is the forward or the backward of one micro-batch through one segment. Each run is
-        yielded when its inputs have arrived."""
+        """Yield each forward or backward of the step when its inputs have arrived, in the order of
+        the schedule."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -167,8 +163,8 @@ class Pipeline:
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Copy `tensors`, the outputs of `run`, into the input buffers of segment `part`. Used if
-        the segment that needs the outputs is on this rank."""
+        """Copy `tensors`, the outputs of `run`, into the input buffers of this rank's segment
+        `part`."""
         buffers = self.parts[part].buffers(run.what, run.micro)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -176,8 +172,8 @@ class Pipeline:
         step.machine.here[run.what].add((run.micro, part))
 
     def _post(self, step: _Step) -> None:
-        """Post the receives whose buffers are free. The receives of each channel (one direction of
-        a boundary between stages) are posted in the order in which the messages are sent."""
+        """Post the receives whose buffers are free, in the order in which their messages are
+        sent."""
         for waiting in step.due.values():
             while waiting and self._may_arrive(waiting[0]):
                 transfer = waiting.popleft()

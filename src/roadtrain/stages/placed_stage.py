@@ -1,20 +1,16 @@
 """PlacedStage: a pipeline stage whose parameters and optimizer state are in this host's files or
-memory, or on servers that all ranks of the stage share.
+memory, or on servers that all ranks of the stage share. Does NOT fetch blocks (streaming/ does).
 
     group = group.of_stage(stage=1, replica=0, width=2)  # the first of two replicas of stage 1
     placed = roadtrain.place(stage.model, optimizer, store=..., group=group)
     stage_optimizer = PlacedStage(placed)
 
-Servers average gradients over their workers. A stage needs the sum, so the gradients are multiplied
-by the number of the stage's ranks. Gradients are sent after each backward; updates begin in `step`.
+Servers average gradients, but a stage needs the sum, so gradients are multiplied by the number of
+the stage's ranks. Nothing else may take steps with the placed optimizer.
 
-Note "store commits": the store commits each step independently of the job's snapshots, so the store
-may be ahead of or behind the last snapshot. `load` compares the values in the store with the
-pieces. If they differ, the store is overwritten. If ranks share servers, the stage's first rank
-writes the values to the servers.
-
-Assumes: nothing else takes steps with the placed optimizer. Does NOT fetch blocks (streaming/
-does).
+Note "store commits": the store commits each step independently of the job's snapshots, so it may be
+ahead of or behind the last snapshot. If its values differ from a loaded snapshot's, they are
+overwritten, on shared servers by the stage's first rank.
 """
 
 from __future__ import annotations
@@ -48,11 +44,13 @@ SUM_ELEMENTS = 1 << 20
 
 
 class PlacedStage:
-    """The StageOptimizer (stages/stage_optimizer.py) of a placed stage: a stage whose parameters
-    and state are in files, on servers, or in host memory. `shared`: for each set of stages that
-    share parameters with this stage, the names of these parameters and the group of their copies.
-    All of these stages must be placed. Raises ConfigError if a shared parameter is inside a
-    block."""
+    """The StageOptimizer (stages/stage_optimizer.py) of a stage whose parameters and state are in
+    files, on servers, or in host memory.
+
+    `shared`: for each set of stages that share parameters with this stage, the names of these
+    parameters and the group of their copies. All of these stages must be placed. Raises ConfigError
+    if a shared parameter is inside a block.
+    """
 
     def __init__(
         self,
@@ -83,8 +81,7 @@ class PlacedStage:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """Begin a step. The parameters of each block are fetched when the block runs. Raises
-        LoopError if a previous backward was not followed by `step`."""
+        """Begin a step. Raises LoopError if a previous backward was not followed by `step`."""
         if self._finished or any(p.grad is not None for p in self._parameters()):
             raise LoopError(
                 f"step {self.steps_done + 1} begins with gradients that no update has used",
@@ -92,8 +89,8 @@ class PlacedStage:
             )
 
     def sum_squares(self) -> float:
-        """Return the sum of the squares of the stage's summed gradients on the stage's first rank,
-        and 0 on the stage's other ranks."""
+        """Return the sum of the squares of the stage's summed gradients; 0 except on the stage's
+        first rank."""
         self._finish_gradients()
         sums = self.placed.square_sums()
         if self.placed.group.rank:
@@ -101,7 +98,8 @@ class PlacedStage:
         return sum(value for index, value in sums.items() if self._counts(index))
 
     def step(self, scale: float = 1.0) -> None:
-        """Update the parameters with `scale` times the summed gradients. Clear the gradients."""
+        """Update the parameters with `scale` times the summed gradients, and clear the
+        gradients."""
         self._finish_gradients()
         factor = for_mean(scale, self.width)
         for p in self._parameters():
@@ -112,8 +110,7 @@ class PlacedStage:
         self._finished = False
 
     def abandon(self) -> None:
-        """Drop all pending work after an error, without waiting. Steps that the store has committed
-        stay committed."""
+        """Drop all pending work after an error, without waiting. Committed steps stay committed."""
         self.placed.abandon()
         with contextlib.suppress(RoadtrainError, RuntimeError):
             self.placed.close()
@@ -146,9 +143,8 @@ class PlacedStage:
         self._finished = True
 
     def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: SharedCopies) -> None:
-        """Sum a shared parameter's gradient over all ranks of all stages that have a copy of the
-        parameter, in rank order and in fp32. On the first rank of each stage, the gradient becomes
-        the sum. On all other ranks, the gradient becomes zero. So the servers of every stage
+        """Sum a shared parameter's gradient over all ranks that have a copy, in rank order and in
+        fp32. The first rank of each stage keeps the sum and the others zero, so that all servers
         receive the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
@@ -170,23 +166,22 @@ class PlacedStage:
     # state
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this rank provides: an equal share of each parameter, because
-        every rank can read the whole store. Waits for the commit of the previous step. All ranks
-        must call this method, because all ranks take part in the commit."""
+        """Return the extents that this rank provides: an equal share of each parameter. Waits for
+        the commit of the previous step, so all ranks must call it."""
         self.placed.flush()
         sizes = ((spec.name, spec.numel) for spec in self.placed.params)
         return even_shares(sizes, self.placed.group.rank, self.width)
 
     def needed(self) -> list[Extent]:
-        """Return the extents that `load` must receive on this rank. Only the stage's first rank
-        needs extents, because it writes to the store for all ranks."""
+        """Return the extents that `load` must receive: all on the stage's first rank, none on
+        others."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the values and state of an extent. Before the first call, call
-        `extents`, which waits for the commit of the previous step."""
+        """Return a copy of the values and state of an extent. Call `extents` before, which waits
+        for the previous step."""
         spec = self.placed.params[self._names[extent.name]]
         rule = self.placed.rules[spec.group] if spec.trainable else None
         whats = {VALUE: MASTER} | {key: key for key in (rule.arrays if rule else ())}
@@ -206,8 +201,7 @@ class PlacedStage:
         return Piece(extent, {key: torch.from_numpy(array) for key, array in out.items()}, scalars)
 
     def _record_of(self, chunk: Any) -> RecordView:
-        """Return a chunk's record. The record that was read last is cached, because pieces are
-        smaller than chunks."""
+        """Return a chunk's record, from a cache of one record."""
         key = (self.steps_done, chunk.id)
         if self._record is None or self._record[:2] != key:
             view = self.placed.session.servers.record_of(chunk, "")
@@ -215,11 +209,13 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Replace the store's values and state by those of `pieces`, unless they are equal (see the
-        module's Note "store commits"). steps_done: the number of steps that the job has taken with
-        these values. Raises StaleError if the servers that ranks share hold other values of the
-        same step, StoreError if a piece is missing, and LoopError if the store cannot be
-        overwritten."""
+        """Replace the store's values and state by those of `pieces`, unless they are equal (Note
+        "store commits").
+
+        steps_done: the number of steps that the job has taken with these values. Raises StaleError
+        if shared servers hold other values of the same step, StoreError if a piece is missing, and
+        LoopError if the store cannot be overwritten.
+        """
         placed = self.placed
         placed.flush()
         self._record = None
@@ -238,9 +234,8 @@ class PlacedStage:
         self._record = None
 
     def _refuse_other_values(self, steps_done: int) -> None:
-        """Raise StaleError if several ranks share servers that are at the same step as the new
-        values. Only the first rank writes the values. The other ranks only compare steps, so they
-        would not notice that the values change."""
+        """Raise StaleError if shared servers are at the same step as the new values: only the first
+        rank writes them, and other ranks would not notice the change."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
                 f"the servers of this stage hold other values for step {steps_done} than the job's"
@@ -261,12 +256,12 @@ class PlacedStage:
 
 
 class StagedPieces:
-    """Values and optimizer state that arrive as pieces, in any order, before a store loads them
-    together. The pieces are kept in a scratch file (storage/scratch.py), so that a stage larger
-    than memory can be loaded.
+    """Values and optimizer state that arrive as pieces, in any order, in a scratch file, so that a
+    stage larger than memory can be loaded.
 
     `params`: the store's parameters. `rules`: one rule per parameter group. `where`: the directory
-    of the scratch file."""
+    of the scratch file.
+    """
 
     def __init__(self, params: Sequence[ParamSpec], rules: Sequence[Rule], where: Path) -> None:
         self._params, self._rules = params, rules
@@ -299,14 +294,14 @@ class StagedPieces:
             self._scratch.write(values.view(np.uint8).data, self._at[index, key] + 4 * start)
 
     def check(self, who: str) -> None:
-        """Raise StoreError if some elements of a parameter were not received. who: the subject of
-        the error's message."""
+        """Raise StoreError if elements of a parameter are missing. who: the subject of the error's
+        message."""
         needed = [Extent(spec.name, 0, spec.numel) for spec in self._params]
         check_covered(self._received, needed, who)
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Return the values of parameters by index. Values of trainable parameters are fp32; values
-        of frozen parameters have the parameter's dtype."""
+        """Return the values by parameter index: fp32 if trainable, otherwise in the parameter's
+        dtype."""
         out = {}
         for i, spec in enumerate(self._params):
             if spec.numel:
@@ -329,10 +324,8 @@ class StagedPieces:
 
 
 def for_mean(scale: float, width: int) -> float:
-    """Return a factor for gradients. The servers later divide the sum of the gradients by `width`,
-    so that the factor and this division together multiply the gradients by `scale`. If no factor
-    gives exactly `scale`, `scale` is first rounded to fp32, because the product of an fp32 number
-    and `width` is exact."""
+    """Return a factor for gradients so that, after servers divide their sum by `width`, they are
+    multiplied by exactly `scale` (rounded to fp32 if necessary)."""
     if (scale * width) / width == scale or scale != scale:
         return scale * width
     return float(np.float32(scale)) * width

@@ -1,16 +1,12 @@
-"""preflight(): test the networks before process groups are created. Every two hosts of a group must
-reach each other over the network that was chosen for the group. If two hosts cannot reach each
-other, every rank raises the same error within 30 s. The error names the host, the card and the
-reason (Rule 5).
+"""preflight(): test the networks before process groups are created. If two hosts of a group cannot
+reach each other, every rank raises the same error within 30 s, which names the host, the card and
+the reason (Rule 5).
 
     every host: choose networks -> open test ports -> test its links (probes.py) -> report to rank 0
     rank 0:     find the main problem, if any (findings.py) -> send the verdict to all ranks
 
-One rank per host runs the tests, while the other ranks of the host wait. Control messages go
-through the rendezvous store; tests use plain sockets that are bound to the cards. The command
-`roadtrain preflight` runs only these tests (training/preflight_command.py).
-
-RDMA itself cannot be tested: an InfiniBand or RoCE card is tested through its IP address.
+One rank per host runs the tests. An InfiniBand or RoCE card is tested through its IP address, since
+RDMA itself cannot be tested. `roadtrain preflight` runs only these tests.
 """
 
 from __future__ import annotations
@@ -53,12 +49,12 @@ def preflight(
     *,
     say: Callable[[str], None] = print,
 ) -> dict[str, GroupNetwork]:
-    """Choose and test the network of each group, and of CONTROL, the group of all ranks. Return the
-    networks by the name of the group. Collective.
+    """Choose and test the network of each group and of all ranks, and return the networks by group
+    name. Collective.
 
-    groups: all groups of the job, the same on every rank. hosts: the host of each rank, after
-    `override` has applied the user's statements. say: called on rank 0 with each line of the table
-    of results. Raises the same ConfigError or PeerError on every rank.
+    groups: all groups of the job, the same on every rank. hosts: the host of each rank, with the
+    user's statements applied. say: called on rank 0 with each line of the table of results. Raises
+    the same ConfigError or PeerError on every rank.
     """
     networks = choose_networks(groups, hosts)
     chosen, reports = [*networks.values()], dict[str, Report]()
@@ -76,9 +72,9 @@ def preflight(
 
 
 async def _test_host(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Test the links of this host, and answer the tests of other hosts until rank 0's verdict
-    arrives. Returns the reports of all hosts on rank 0, and an empty dictionary on other ranks. If
-    there is a problem, raises the same error on every rank."""
+    """Test the links of this host, and answer other hosts' tests until rank 0 has decided. Returns
+    the reports of all hosts on rank 0, otherwise {}. A problem raises the same error on every
+    rank."""
     own = [link for link in links if link.source == me]
     async with AsyncExitStack() as until_verdict:
         try:
@@ -100,8 +96,8 @@ def _ports_of(meeting: RankMeeting, me: str, host: str, until: float) -> ProbePo
 
 
 def _decide(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """On rank 0, collect the reports of all hosts, publish the verdict, and return the reports. On
-    other ranks, wait for the verdict, and return an empty dictionary."""
+    """On rank 0, collect and return all reports and publish the verdict. On other ranks, wait for
+    the verdict and return {}."""
     if meeting.rank:
         _verdict(meeting, me).check()
         return {}

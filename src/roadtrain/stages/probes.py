@@ -1,13 +1,9 @@
-"""probe(): test the links of one host to other hosts over the addresses that training will use.
-
-For each link, `probe` opens a connection and waits for a reply. Then it sends a payload in each
-direction. The payload is larger than any network frame, so the test fails on networks that drop
-large frames. `probe` also measures the difference between the clocks of the two hosts. Finally,
-`probe` measures the approximate rate of each link, one link at a time. All tests run in one asyncio
-loop, on ordinary TCP sockets that are bound to the addresses of the tested links. A client must
-send a token that only the ranks of this start of the job know (Rule 8).
-
+"""probe(): test the links of one host to other hosts, over the addresses that training will use.
 Does NOT interpret the results (findings.py).
+
+Each test connects, waits for a reply, sends in each direction a payload larger than any network
+frame, and compares the hosts' clocks. Then the rates of links are measured, one link at a time. A
+client must send a token that only the ranks of this start of the job know (Rule 8).
 """
 
 from __future__ import annotations
@@ -45,8 +41,7 @@ PIECE = bytes(64 * KIB)
 
 @dataclass(frozen=True)
 class ProbePorts:
-    """The ports on which a host accepts the link tests of other hosts, and the token that these
-    hosts must send."""
+    """The ports on which a host accepts link tests, and the token that other hosts must send."""
 
     token: str  # hex
     ports: dict[str, int]  # address -> port
@@ -54,8 +49,8 @@ class ProbePorts:
 
 @contextlib.asynccontextmanager
 async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
-    """Run a server on each of `addresses` while this context is active. The servers reply to the
-    link tests of other hosts. Raises OSError if this host does not have one of the addresses."""
+    """Reply to link tests on each of `addresses` while this context is active. Raises OSError if
+    this host lacks one of the addresses."""
     token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,9 +82,11 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
 async def probe(
     ports: ProbePorts, targets: Mapping[CardLink, ProbePorts]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Test all links of this host. ports: the ports of this host. targets: for each link, the ports
-    of the host at the other end; these ports must be open. Returns the findings, and the addresses
-    that sent packets to this host but could not complete a connection."""
+    """Test all links of this host. Return the findings, and the addresses that sent packets to this
+    host but could not complete a connection.
+
+    ports: the ports of this host. targets: for each link, the open ports of the other host.
+    """
     unanswered: set[str] = set()
     listening = asyncio.create_task(_watch_half_open(ports, unanswered))
     findings = await asyncio.gather(*(_test(*target) for target in targets.items()))
@@ -101,7 +98,6 @@ async def probe(
 
 
 async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve the requests of one client until it disconnects."""
     async with asyncio.timeout(STEP_S):
         if not secrets.compare_digest(await reader.readexactly(TOKEN_NBYTES), token):
             return
@@ -118,9 +114,8 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 
 
 async def _receive_rate(reader: asyncio.StreamReader) -> float:
-    """Read data from a client until the client sends an empty message. Each message begins with its
-    length. Return the rate in bytes/s. The rate does not include the first 256 KiB, because buffers
-    on the way absorb this data."""
+    """Read a client's data, and return its rate in bytes/s without the first 256 KiB, which buffers
+    absorb."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)
@@ -166,9 +161,7 @@ async def _test(link: CardLink, ports: ProbePorts) -> Finding:
 
 
 async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
-    """Measure the link's rate, and return the finding with this rate. If the measurement fails,
-    return the finding unchanged. This function raises no error, because the link has already passed
-    its tests."""
+    """Return the finding with the link's measured rate, or unchanged if the measurement fails."""
     begin = time.monotonic()
     try:
         async with _connected(finding.link, ports) as (reader, writer), asyncio.timeout(STEP_S):
@@ -186,8 +179,8 @@ async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """Return (round-trip time in seconds, clock difference in seconds). The difference is positive
-    if the clock of the other host is ahead of the clock of this host."""
+    """Return (round-trip time, clock difference) in seconds; the difference is positive if the
+    other host's clock is ahead."""
     sent, begin = time.time(), time.monotonic()
     writer.write(PING)
     (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))

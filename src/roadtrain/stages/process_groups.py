@@ -1,17 +1,12 @@
-"""Create process groups, each over its own network. The options of a group bind gloo to an address,
-or NCCL to one of its network modules. No environment variable is set.
+"""Create process groups, each over its own network. Does NOT choose networks (stages/networks.py)
+or test them (preflight.py).
 
-Operations of a group time out after `deadline_s` (Rule 5). Binding gloo uses torch's public API for
-custom backends (`register_backend`, `new_group(pg_options=...)`).
+Operations time out after the group's deadline (Rule 5). No environment variable is set. Every rank
+must make the same calls in the same order.
 
 Note "NCCL networks": an NCCL communicator can choose only between "IB" (InfiniBand and RoCE) and
-"Socket" (`NCCLConfig.net_name`). The card is chosen for the whole process by the variables
-NCCL_IB_HCA and NCCL_SOCKET_IFNAME, so all InfiniBand or RoCE groups of a rank use the same cards.
-If these variables do not name the card that roadtrain chose, `NcclNetwork.unbound` has a warning;
-roadtrain never sets the variables.
-
-Assumes: every rank makes the same calls in the same order. Does NOT choose networks
-(stages/networks.py) or test them (preflight.py).
+"Socket". The card is chosen for the whole process by NCCL_IB_HCA and NCCL_SOCKET_IFNAME, which
+roadtrain never sets. If they do not name the chosen card, roadtrain warns.
 """
 
 from __future__ import annotations
@@ -59,8 +54,8 @@ class NcclNetwork:
 def start_processes(
     network: GroupNetwork, store: dist.Store, rank: int, world_size: int, deadline_s: float
 ) -> None:
-    """Create the default process group, which has all ranks, with gloo over `network`. Raises
-    LostError if the ranks do not connect in time."""
+    """Create the default process group of all ranks, with gloo over `network`. Raises LostError if
+    the ranks do not connect in time."""
     _register_gloo()
     with _connecting(network, deadline_s):
         dist.init_process_group(
@@ -81,14 +76,12 @@ def make_process_groups(
     device_type: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> ProcessGroups:
-    """Create all groups, in order. Collective over all ranks of the default process group, which
-    must exist (created by `start_processes` or by the user).
+    """Create all groups, in order. Collective; the default process group must exist.
 
-    networks: group name -> network of the group. `networks` also contains CONTROL, the group of all
-    ranks, and must be the same on every rank. device_type: "cpu" (all groups use gloo) or "cuda"
-    (all groups use NCCL, except CONTROL, which uses gloo). say: called with a warning for each
-    group that may not use the chosen card. Raises LostError if a group's ranks do not connect
-    within the deadline.
+    networks: the network of each group by name, and of the group of all ranks, the same on every
+    rank. device_type: "cpu" (all groups use gloo) or "cuda" (all groups but that of all ranks use
+    NCCL). say: called with a warning for each group that may not use the chosen card. Raises
+    LostError if a group's ranks do not connect within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
@@ -110,9 +103,8 @@ def make_process_groups(
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
-    """Return the NCCL settings of a group. environment: the environment variables of the process.
-    If these variables do not select the group's card, the field `unbound` of the result has a
-    warning. If `rank` is not in the group, `unbound` is empty."""
+    """Return the NCCL settings of a group, with a warning if the environment variables do not
+    select the card of `rank`."""
     if network.kind == INSIDE:
         return NcclNetwork(None, "")
     net_name, variable = (
@@ -173,8 +165,7 @@ def _register_gloo() -> None:
 
 
 def _make_gloo(options: Any, address: str) -> Any:
-    """Create a gloo backend that is bound to `address`. options: the options that torch passes to
-    every backend: the store, the ranks, the timeout and others."""
+    """Create a gloo backend that is bound to `address`. options: torch's options of any backend."""
     gloo = dist.ProcessGroupGloo
     own: Any = gloo._Options()  # type: ignore[attr-defined]
     own._devices = [gloo.create_device(hostname=address)]

@@ -1,8 +1,8 @@
-"""Groups: a value that describes which ranks of a job work together. The data, tensor and boundary
-groups are derived from the host, cluster, stage, replica and tensor index of every rank.
+"""Groups: a value that describes which ranks of a job work together. Does NOT create process groups
+or choose their networks.
 
 Each rank computes the same Groups from the same job, so all ranks create the same process groups in
-the same order. Does NOT create process groups or choose their networks.
+the same order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Groups:
     ) -> Groups:
         """Create the groups. hosts: (host name, cluster name, number of devices) for each host, in
         rank order. blocks: the number of blocks of the model. Raises ConfigError if the parallelism
-        does not fit the hosts or the number of blocks; the error names the first mismatch."""
+        does not fit the hosts or the blocks; the error names the first mismatch."""
         host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
         return cls(parallelism, tuple(host_of))
 
@@ -84,8 +84,7 @@ class Groups:
 
     @property
     def data(self) -> tuple[RankGroup, ...]:
-        """The data-parallel groups, ordered by stage. A stage has one group for each
-        tensor-parallel index."""
+        """The data-parallel groups, by stage and tensor-parallel index."""
         return tuple(
             RankGroup(GroupKind.DATA, f"dp stage {at.stage} tensor index {at.tensor}", tuple(ranks))
             for ranks in self.parallelism.data_groups()
@@ -94,10 +93,9 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """The boundary groups. Each boundary between two stages has two groups, and both groups
-        have all ranks of the two stages. The first group sends activations, and the second group
-        sends the gradients of the activations. So a message never waits for a message in the
-        opposite direction."""
+        """Two groups per boundary between stages, each with all ranks of both stages: one sends
+        activations, the other their gradients, so that no message waits for one in the opposite
+        direction."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))
@@ -110,9 +108,7 @@ class Groups:
 
     @property
     def to_create(self) -> tuple[RankGroup, ...]:
-        """The groups that need a process group, in the order in which all ranks create the process
-        groups. There is no group for a complete pipeline, because stages communicate over
-        boundaries."""
+        """The groups that need a process group, in the order in which all ranks create them."""
         return (*self.data, *self.tensor, *self.boundaries)
 
     def group_of(self, kind: GroupKind, rank: int) -> RankGroup:

@@ -1,19 +1,15 @@
-"""meet(): the ranks of a job find each other. A launch of all ranks of a job is called a start. In
-each start, every rank receives the hosts of all ranks, or the reason why the start failed.
+"""meet(): the ranks of a job find each other. In each start (a launch of all ranks), every rank
+receives the hosts of all ranks, or the same error. Does NOT create process groups or test networks
+(preflight.py).
 
-All messages go through torchrun's TCPStore (MASTER_ADDR, MASTER_PORT), as JSON with fixed fields;
-nothing is unpickled (Rule 8). Rank 0 collects the first messages (hellos) of the other ranks, and
-answers all ranks at the same time. So if a rank is missing or has another job, all ranks that
-arrived end with the same error (Rule 5). If a rank cannot reach the store, it reports this error
-and no other.
+Messages go through torchrun's TCPStore as JSON; nothing is unpickled (Rule 8). Rank 0 collects the
+hellos (first messages) of other ranks and answers all at once, so a missing rank ends all ranks
+with the same error (Rule 5).
 
-Note "restarts": if torchrun's agent owns the store, the store exists longer than a start. The
-agents count restarts, but these counts do not identify a start: an agent whose ranks failed
-increases its count, but an agent that only joins a restart does not. So ranks are numbered in the
-order of arrival, over all starts, and rank 0 reads each hello once. The arrival number of rank 0 is
-also the number of the meeting. Rank 0 tells every other rank the number of the meeting.
-
-Does NOT create process groups or test their networks (preflight.py).
+Note "restarts": torchrun's store may exist longer than a start, and its agents' counts of restarts
+do not identify a start. So ranks are numbered in the order of arrival, over all starts, and rank 0
+reads each hello once. The arrival number of rank 0 is the number of the meeting, which it tells
+every other rank.
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ TRY_S = 3.0  # the timeout of one attempt to connect to the store
 @dataclass(frozen=True)
 class RankHello:
     """The first message of a rank. `job`: lines of text that must be the same on all ranks.
-    `needed`: the number of ranks that the job's parallelism needs; 0 if the job states none."""
+    `needed`: the number of ranks that the job's parallelism needs; 0 if it states none."""
 
     rank: int
     world_size: int
@@ -114,16 +110,16 @@ class RankMeeting:
         return len(self.hosts)
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
-        """Return (host, cluster, number of ranks) for each host, in rank order. Hosts whose fastest
-        cards are on the same fabric are a cluster. hosts: the host of each rank, with changes by
-        the user's options (`networks.override`). If `hosts` is empty, `self.hosts` is used."""
+        """Return (host, cluster, number of ranks) for each host, in rank order. hosts: the host of
+        each rank after the user's statements (default: as detected). Hosts whose fastest cards are
+        on the same fabric are a cluster."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:
-    """Return the name of the host's cluster: the fabric of the host's fastest kind of card. Return
-    "ethernet" if the host only has Ethernet cards."""
+    """Return the fabric of the host's fastest kind of card, or "ethernet" if it only has Ethernet
+    cards."""
     card = min(host.cards, key=lambda c: (KINDS.index(c.kind), c.fabric_id), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
@@ -141,11 +137,12 @@ def meet(
 ) -> RankMeeting:
     """Wait for all ranks, at most `deadline_s` seconds, and return their meeting. Collective.
 
-    job, needed: see RankHello. notice_s: extra seconds that a restarted rank waits. Other ranks
-    need this time to notice that the rank's previous process ended. host: this host; if None, the
-    host is detected. Raises ConfigError if ranks have different jobs or world sizes, or the same
-    rank. Raises PeerError if the store cannot be reached. Raises DeadlineError if ranks do not
-    arrive; this error names the missing ranks, and the hosts of the ranks that arrived.
+    job: lines of text that must be the same on all ranks. needed: the number of ranks that the job
+    needs (0: unknown). notice_s: extra seconds for a restarted rank, in which others notice that
+    its previous process ended. host: this host (default: detected). Raises ConfigError if ranks
+    have different jobs or world sizes, or the same rank. Raises PeerError if the store cannot be
+    reached. Raises DeadlineError if ranks do not arrive; the error names the missing ranks and the
+    hosts of the others.
     """
     if launch.attempt != "0":
         deadline_s += notice_s
@@ -168,8 +165,7 @@ def meet(
 
 
 def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: float) -> int:
-    """Wait until rank 0 has published the number of this rank's meeting, and return this number.
-    number: this rank's arrival number."""
+    """Wait for the number of this rank's meeting. number: this rank's arrival number."""
     try:
         return get(store, f"meeting of/{number}", int, patience_s, f"{hello} waited for rank 0")
     except DeadlineError as error:
@@ -180,8 +176,8 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
 
 
 def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
-    """Publish a value from rank 0. Then wait until other ranks have read the value `readers` times,
-    because the store may end when rank 0 ends. Wait at most 3 seconds (GRACE_S)."""
+    """Publish a value from rank 0, and wait up to 3 s until it was read `readers` times, because
+    the store may end with rank 0."""
     put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
@@ -193,9 +189,9 @@ def _wait_for(store: dist.Store, key: str, readers: int) -> None:
 
 
 def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str) -> T:
-    """Wait for a value that rank 0 publishes, and return the value. who: the name of this rank in
-    errors. Raises DeadlineError if the value does not arrive in time, LostError if the store is
-    closed, and WireError if the value is invalid."""
+    """Wait for a value that rank 0 publishes. who: the name of this rank in errors. Raises
+    DeadlineError if it does not arrive in time, LostError if the store is closed, and WireError if
+    it is invalid."""
     value = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
     try:
         store.add(f"{key}/read", 1)
@@ -209,9 +205,9 @@ def put(store: dist.Store, key: str, value: object) -> None:
 
 
 def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
-    """Wait for a value in the store, and return the value. waiting: the first words of error
-    messages: which rank waits for what. Raises DeadlineError if the value does not arrive in time,
-    LostError if the store is closed, and WireError if the value is invalid."""
+    """Wait for a value in the store. waiting: the first words of errors: the rank, and the subject.
+    Raises DeadlineError if it does not arrive in time, LostError if the store is closed, and
+    WireError if it is invalid."""
     try:
         store.wait([key], timedelta(seconds=max(patience_s, POLL_S)))
         data = store.get(key)
@@ -253,9 +249,8 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
 
 
 def _unanswered(address: str, port: int, patience_s: float) -> str:
-    """Try for `patience_s` seconds to connect to the store. Return "" on success, and otherwise the
-    reason of the failure. This function uses plain sockets, because torch's client of the store
-    waits longer than its timeout and prints each attempt."""
+    """Return "" if the store accepts a connection within `patience_s` seconds, otherwise the
+    reason."""
     until, why = time.monotonic() + patience_s, ""
     while (left := until - time.monotonic()) > 0:
         try:
@@ -268,8 +263,8 @@ def _unanswered(address: str, port: int, patience_s: float) -> str:
 
 
 def _resolved(launch: Launch, me: str) -> list[str]:
-    """Return the addresses of the store's host, with loopback addresses last. Raises ConfigError if
-    the host's name cannot be resolved."""
+    """Return the addresses of the store's host, loopback addresses last. Raises ConfigError if its
+    name cannot be resolved."""
     try:
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -295,10 +290,9 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
 
 
 class _Arrivals:
-    """Rank 0's side of a meeting. Rank 0 reads the hellos (first messages) of ranks in the order of
-    arrival until the time `until` (as returned by time.monotonic), and answers all of these ranks.
-    `number`: the number of the meeting. `own`: the store, with a prefix of this meeting for all
-    keys."""
+    """Rank 0's side of a meeting: it reads the hellos (first messages) of ranks until the time
+    `until` (of time.monotonic), and answers all of these ranks. `number`: the number of the
+    meeting. `own`: the store of this meeting's answer."""
 
     def __init__(
         self,
@@ -314,8 +308,7 @@ class _Arrivals:
         self.first = self.seen = _count_seen(store)
 
     def answer_all(self) -> MeetingAnswer:
-        """Answer all ranks. Return the answer when all ranks have read the answer, or after 3
-        seconds (GRACE_S)."""
+        """Answer all ranks, and return the answer when all have read it, or after 3 s."""
         answer = self._collect()
         if not answer.refused:
             self.store.set("last", str(len(answer.hosts)))
@@ -353,8 +346,8 @@ class _Arrivals:
         return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
-        """Return the next hello. Skip hellos of ranks that no longer wait for an answer. Raises
-        DeadlineError if no hello arrives in time, and WireError for an invalid hello."""
+        """Return the next hello of a rank that still waits. Raises DeadlineError if none arrives in
+        time, and WireError for an invalid hello."""
         while True:
             key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()
             try:
@@ -372,15 +365,13 @@ class _Arrivals:
 
 
 def _count_seen(store: dist.Store) -> int:
-    """Return the number of hellos (first messages of ranks) that rank 0 has read, in this start and
-    in earlier starts."""
+    """Return the number of hellos that rank 0 has read, over all starts."""
     return int(store.get("heard")) if store.check(["heard"]) else 0
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raise ConfigError if a rank's hello (first message) contradicts the earlier hellos. The error
-    names the first contradiction. mine: the hello of rank 0. found: rank -> earlier hello. hello:
-    the new hello."""
+    """Raise ConfigError about the first contradiction between a rank's hello (first message) and
+    earlier ones. mine: the hello of rank 0. found: rank -> earlier hello."""
     here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)
@@ -416,7 +407,6 @@ def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> Con
 
 
 def _too_many(hello: RankHello, world_size: int) -> ConfigError:
-    """Return the error about a rank that arrived after the meeting was complete."""
     if hello.world_size != world_size:
         return _other_size(hello, world_size)
     return ConfigError(
@@ -426,8 +416,7 @@ def _too_many(hello: RankHello, world_size: int) -> ConfigError:
 
 
 def late_error(meeting: RankMeeting) -> RoadtrainError | None:
-    """Return an error if any rank arrived after the meeting was complete. Otherwise return
-    None."""
+    """Return an error if any rank arrived after the meeting was complete, otherwise None."""
     store = meeting.arrivals
     for number in range(_count_seen(store) + 1, store.add("arrived", 0) + 1):
         with suppress(DeadlineError):
@@ -438,9 +427,8 @@ def late_error(meeting: RankMeeting) -> RoadtrainError | None:
 
 
 def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """Return the hosts with unique names. If several hosts have the same name, the name of each of
-    these hosts is extended by an address that only this host has. If there is no such address, the
-    name is extended by the host's identity."""
+    """Return the hosts with unique names. An address that only one of them has, or else the host's
+    identity, distinguishes hosts of the same name."""
     by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
         by_name.setdefault(host.name, {})[host.identity] = host
@@ -479,7 +467,7 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
 
 def half_open(*ports: int) -> set[str]:
     """Return the addresses of hosts that try to connect to `ports` of this host, but do not receive
-    the replies of this host."""
+    its replies."""
     return {
         link.raddr.ip.removeprefix("::ffff:")
         for link in psutil.net_connections("tcp")

@@ -1,10 +1,8 @@
-"""Make the initial values of parameters the same on all ranks of a stage. If several stages have a
-copy of a parameter, also make the copies the same.
+"""Make the initial values of parameters the same on all ranks of a stage, and in all stages that
+have a copy of a parameter.
 
-Ranks with different layouts of their parameters are refused, because sums over these ranks would be
-meaningless. If values differ, all ranks get the values of the first rank, as in torch's DDP, and
-the difference is reported. If copies of a parameter differ, all stages get the values of the first
-rank of the first stage.
+All get the values of the first rank (of the first stage), as in torch's DDP, and a difference is
+reported. Ranks with different layouts of their parameters are refused.
 """
 
 from __future__ import annotations
@@ -34,21 +32,19 @@ def digest_of(values: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the tensor: as a view if the tensor is contiguous, otherwise as a
-    copy."""
+    """Return the bytes of the tensor: a view if it is contiguous, otherwise a copy."""
     return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pair(*digests: int) -> torch.Tensor:
-    """Return an int64 tensor [digests, 2] with each digest and the negative of the digest. The
-    maximum of this tensor over all ranks shows whether all ranks have the same digests
-    (`differ`)."""
+    """Return an int64 tensor [digests, 2] with each digest and its negative. Its maximum over ranks
+    shows whether all ranks have the same digests (`differ`)."""
     return torch.tensor([[value, -value] for value in digests], dtype=torch.int64)
 
 
 def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
-    """Return, for each digest, whether ranks have different values of the digest. largest: the
-    maximum over all ranks of the tensor that `pair` returns."""
+    """Return, for each digest, whether ranks disagree. largest: the maximum over ranks of `pair`'s
+    tensor."""
     return [value != -negative for value, negative in largest]
 
 
@@ -59,10 +55,12 @@ def sync_start(
     values: Sequence[torch.Tensor],
     report: Callable[[str], None],
 ) -> None:
-    """Check that all ranks of `group` have the same `layout`, and overwrite the `values` of all
-    ranks by the values of the first rank. Collective. who: the group's name in messages. layout: a
-    description of how the rank arranges `values`. Raises ModelError if layouts differ, and
-    PeerError if the communication fails."""
+    """Check that all ranks of `group` have the same `layout`, and overwrite `values` by those of
+    the first rank. Collective.
+
+    who: the group's name in messages. layout: a description of how the rank arranges `values`.
+    Raises ModelError if layouts differ, and PeerError if the communication fails.
+    """
 
     def wait(begin: Callable[[torch.Tensor], Pending | None], tensor: torch.Tensor) -> None:
         try:

@@ -1,28 +1,19 @@
-"""ShardedOptimizer: an optimizer of a stage. The optimizer's state is sharded over the
-data-parallel ranks of the stage. Communication overlaps with computation (ZeRO stage 1; Rajbhandari
-et al., 2020; Yang et al. (Holmes), section 4.1).
+"""ShardedOptimizer: a stage's optimizer, whose state is sharded over the stage's data-parallel
+ranks, and whose communication overlaps with computation (ZeRO stage 1; Rajbhandari et al., 2020;
+Yang et al. (Holmes), section 4.1). Does NOT clip or average gradients, or schedule learning rates.
 
     optimizer = ShardedOptimizer(stage_model, torch.optim.AdamW(...), group)
     optimizer.begin_step(backwards=4)      # then four forwards and backwards
     optimizer.step(scale)                  # the next forward may begin at once
 
-Backward accumulates gradients in flat fp32 memory; `p.grad` is None between backwards. When the
-last backward has completed a bucket, the reduce-scatter of the bucket begins. After `step`, each
-rank updates its shard with the rules that roadtrain's servers also use, and the all-gather of the
-new values begins. A block of the next forward only waits for its own parameters. In the first step,
-gradient sums do not overlap with backward, because this step counts how often a backward adds a
-gradient to each parameter. As in torch, a parameter that has no gradient on any rank is not
-updated.
+`p.grad` is None between backwards: gradients are in flat fp32 memory. The sum of a bucket begins
+when its last backward is done, except in the first step, which counts how often a backward adds to
+each gradient. As in torch, a parameter that has no gradient on any rank is not updated, and
+infinite and NaN gradients are used.
 
-With `sums`, a summation service sums gradients, and every rank receives the complete sum of a
-bucket. Each rank keeps the state of all parameters and updates all parameters, so there is no
-all-gather (placement `summation`). In norms and snapshots, each rank reports only its shard. So
-norms and snapshots are the same, bit for bit, as without `sums`.
-
-If `overlap` is off, the same operations run inside `step`, with bit-identical results. On the host,
-gradients are summed in rank order (Rule 1). As in torch, the update also uses infinite and NaN
-gradients. If a gradient is infinite or NaN, so is the result of `sum_squares`. Does NOT clip or
-average gradients, or schedule learning rates.
+With `sums`, a summation service sums gradients. Then every rank keeps the state of all parameters
+and updates them, but norms and snapshots are the same, bit for bit. Without overlap, results are
+bit-identical. On the host, gradients are summed in rank order (Rule 1).
 """
 
 from __future__ import annotations
@@ -55,11 +46,13 @@ from roadtrain.units import MIB
 
 @dataclass(frozen=True)
 class ShardedOptions:
-    """The options of a ShardedOptimizer. `bucket_bytes`: bytes of fp32 gradients per collective
-    operation. `overlap`: whether communication overlaps with computation; if not, all communication
-    runs inside `step`. `label`: this stage's name in errors. `split`: the tensor parallelism of the
-    layers; None if tp is 1. `sums`: the service that sums gradients; if None, the ranks of the
-    group sum the gradients."""
+    """The options of a ShardedOptimizer.
+
+    `bucket_bytes`: bytes of fp32 gradients per collective operation. `overlap`: whether
+    communication overlaps with computation. `label`: this stage's name in errors. `split`: the
+    tensor parallelism of the layers; None if tp is 1. `sums`: the service that sums gradients;
+    None: the group's ranks sum them.
+    """
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
@@ -69,20 +62,18 @@ class ShardedOptions:
 
 
 class ShardedOptimizer:
-    """The StageOptimizer (stage_optimizer.py) of a stage whose parameters stay on the device.
+    """The StageOptimizer (stage_optimizer.py) of a stage whose parameters stay on the GPU or CPU.
+    Collective.
 
-    model: the stage. Its parameters have the same names as in the whole model. optimizer: the
-    user's optimizer over this stage's parameters. The parameter groups of the optimizer are read at
-    each step, but the optimizer's own `step` never runs. group: the stage's data-parallel ranks;
-    None for a single rank. shared: for each set of stages that share parameters with this stage,
-    (the names of the shared parameters, the group of ranks that have the copies of these
-    parameters). All ranks must pass the sets in the same order. blocks: modules that wait for all
-    of their parameters at once. masters: parameter name -> fp32 values, for parameters of a
-    narrower dtype.
+    model: the stage, with its parameters' names of the whole model. optimizer: the user's optimizer
+    over this stage's parameters; its groups are read at each step, but its `step` never runs.
+    group: the stage's data-parallel ranks; None for a single rank. shared: for each set of stages
+    that share parameters with this stage, (the parameters' names, the group of their copies), in
+    the same order on all ranks. blocks: modules that wait for all of their parameters at once.
+    masters: parameter name -> fp32 values, for parameters of a narrower dtype.
 
-    Collective over the group. Raises RuleError if the optimizer's update is not elementwise,
-    ModelError if parameters are unsupported or differ between ranks, and ConfigError for an
-    unsupported group.
+    Raises RuleError if the optimizer's update is not elementwise, ModelError if parameters are
+    unsupported or differ between ranks, and ConfigError for an unsupported group.
     """
 
     def __init__(
@@ -130,8 +121,6 @@ class ShardedOptimizer:
     def _make_memory(
         self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
     ) -> None:
-        """Allocate memory for the values, the gradients, the receive buffers, and the state of this
-        rank's shards."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
         trainable, frozen = self.parameters.trainable, self.parameters.frozen
@@ -170,10 +159,8 @@ class ShardedOptimizer:
         wide: Mapping[str, torch.Tensor],
         report: Callable[[str], None],
     ) -> None:
-        """Make the initial values the same on all ranks of the stage. Make the initial values of
-        shared parameters the same in all stages that have a copy. values: the flat tensors of the
-        layout (`layout.runs`), which contain all trainable parameters. wide: parameter name -> fp32
-        values, for parameters of a narrower dtype."""
+        """Make initial values the same on all ranks, and in all stages that share parameters.
+        values: one flat tensor per run of the layout. wide: parameter name -> fp32 values."""
         layout = self.layout
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
@@ -187,8 +174,8 @@ class ShardedOptimizer:
             sync_start(copies, who, layout.describe(i), common, report)
 
     def _report_exceptions(self, report: Callable[[str], None]) -> None:
-        """Report gradient sums that are not in rank order, and updates that run on the host because
-        the device has no kernel."""
+        """Report gradient sums that are not in rank order, and updates on the host for lack of a
+        GPU kernel."""
         label, device = self.options.label, self.parameters.device
         if self.sums is None and not self.group.exact:
             report(f"{label}: the device's own library determines the order of gradient sums")
@@ -202,8 +189,8 @@ class ShardedOptimizer:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """Begin a step, as StageOptimizer.begin_step describes. Raises LoopError if no call of
-        `step` has used the gradients since the previous `begin_step`."""
+        """Begin a step of this number of backwards. Raises LoopError if gradients of the previous
+        step are unused."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
                 f"{self._step}: begin_step() was called again before step() used the gradients",
@@ -212,10 +199,9 @@ class ShardedOptimizer:
         self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
-        """Return the sum of the squares of the gradients in this rank's shard, as
-        StageOptimizer.sum_squares describes. The sum is computed in float64. If several stages
-        share a parameter, only the first of these stages includes the parameter's gradient. If a
-        gradient is infinite or NaN, the result is infinite or NaN."""
+        """Return the float64 sum of the squares of the summed gradients in this rank's shard;
+        infinite or NaN if a gradient is. Gradients of shared parameters count only in the first
+        stage."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
         split = self.options.split
@@ -224,8 +210,8 @@ class ShardedOptimizer:
 
     def step(self, scale: float = 1.0) -> None:
         """Update the parameters with `scale` times the gradients, and clear the gradients. The
-        update may continue while the next forward runs. If an error occurs after this method has
-        returned, the next call that waits for the step's result raises this error."""
+        update may continue while the next forward runs; the next call that waits for the update
+        raises its errors."""
         self._refuse_strays()
         hypers = self._hyperparameters()
         self._finish_gradients()
@@ -245,19 +231,18 @@ class ShardedOptimizer:
             self.wait_parameters()
 
     def wait_parameters(self) -> None:
-        """Wait until all parameters of the previous step have arrived. Call this method before
-        reading parameters outside of a forward."""
+        """Wait until the parameters have the values of the previous step. Call this before reading
+        them outside of a forward."""
         self._wait(None)
 
     def settle(self) -> None:
-        """Wait until all work of the previous step has ended, as StageOptimizer.settle
-        describes."""
+        """Wait until all work of the previous step has ended."""
         self._settle("the end of what is under way")
         self.wait_parameters()
 
     def _settle(self, what: str) -> None:
-        """Wait for all queued operations. Make the device stream of the calling thread wait for the
-        results of these operations. what: the name of the awaited result, for errors."""
+        """Wait for all queued operations, also on the GPU stream of the calling thread. what: the
+        name of the awaited result, for errors."""
         self.queue.wait_all(f"{self._step}: {what}")
         self.side.join()
 
@@ -328,8 +313,6 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
-        """Queue the sum of a bucket by the service `sums`. Every rank receives the complete
-        sum."""
         grads, made = self.states[index].grads, self.side.mark()
         identity = f"the gradients of bucket {index} of {self.options.label}"
 
@@ -342,8 +325,7 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
-        """Queue the remaining gradient sums. Then queue an exchange in which ranks agree on which
-        parameters have a gradient, and the exchanges of gradients with stages that share
+        """Queue the remaining gradient sums, and the exchanges with stages that share
         parameters."""
         if self._reduced:
             return
@@ -356,10 +338,8 @@ class ShardedOptimizer:
                 self._exchange(index, copies)
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
-        """Queue an update of `has`, a list with one element per parameter. Before the update, an
-        element is True if the parameter has a gradient on this rank. After the update, an element
-        is True if the parameter has a gradient on any rank of the stage, or on any rank of another
-        stage that has a copy of the parameter."""
+        """Queue an update of `has`, which says whether each parameter has a gradient on this rank,
+        so that it says so for any rank of the stage, and of other stages with a copy."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
@@ -384,9 +364,8 @@ class ShardedOptimizer:
         end: Callable[[list[Any]], None],
         over: RankCollectives | None = None,
     ) -> None:
-        """Queue a collective operation that computes the elementwise maximum of `values()` over the
-        ranks of `over`, and then calls `end` with the maximum as a list. If `over` is None, use the
-        ranks of the stage's group. what: a description of the operation for errors."""
+        """Queue a call of `end` with the elementwise maximum of `values()` over the ranks of `over`
+        (default: of the stage). what: the operation's name in errors."""
 
         def run() -> Iterator[Pending | None]:
             # allocated here: memory belongs to the stream of the thread that allocates it
@@ -411,8 +390,8 @@ class ShardedOptimizer:
     # updates
 
     def _agree_on_step(self, hypers: Sequence[tuple[float, ...]], scale: float) -> None:
-        """Queue a check that all ranks update with the same hyperparameters and scale. If they were
-        different, the shards of the ranks would belong to different models."""
+        """Queue a check that all ranks update with the same hyperparameters and scale, since their
+        shards would otherwise belong to different models."""
         step, own = self._step, digest(repr((hypers, scale)).encode())
 
         def end(largest: list[list[int]]) -> None:
@@ -427,9 +406,8 @@ class ShardedOptimizer:
         self._agree(what, lambda: pair(own), end)
 
     def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
-        """Queue a call of `prepare`, followed by the all-gather of the bucket `index`. prepare: a
-        function that computes the values of this rank's shard of the bucket. made: the event after
-        which `prepare` may run."""
+        """Queue a call of `prepare`, which computes this rank's values of a bucket after the event
+        `made`, and then the bucket's all-gather."""
         self.away.add(index)
 
         def run() -> Iterator[Pending | None]:
@@ -444,26 +422,26 @@ class ShardedOptimizer:
     # state
 
     def extents(self) -> list[Extent]:
-        """Return the extents (ranges of parameter elements) that this rank provides, as
-        StageOptimizer.extents describes. Frozen parameters are divided evenly among the ranks."""
+        """Return the extents (ranges of parameter elements) that this rank provides."""
         return self.pieces.extents()
 
     def needed(self) -> list[Extent]:
-        """Return the extents (ranges of parameter elements) that `load` must receive on this rank.
-        Every rank needs all elements of frozen parameters."""
+        """Return the extents (ranges of parameter elements) that `load` must receive on this
+        rank."""
         return self.pieces.needed()
 
     def piece(self, extent: Extent) -> Piece:
-        """Wait for the previous step, and return a copy of the parameter values and the optimizer
-        state of `extent`. Raises StoreError if this rank does not keep all elements of `extent`."""
+        """Wait for the previous step, and return a copy of the values and optimizer state of
+        `extent`. Raises StoreError if this rank does not keep all of its elements."""
         self._settle(f"the state of {extent.name!r}")
         return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Replace parameter values and optimizer state by the content of `pieces`, as
-        StageOptimizer.load describes. If a piece has no optimizer state, the optimizer state of its
-        elements is reset to the initial state. If a piece is missing on any rank, all ranks raise
-        StoreError."""
+        """Replace parameter values and optimizer state by those of `pieces`. Pieces without
+        optimizer state reset it. If a piece is missing on any rank, all ranks raise StoreError.
+
+        steps_done: the number of steps that the job has taken with these values.
+        """
         self._settle("the load of a state")
         wrong: StoreError | None = None
         try:
@@ -484,16 +462,15 @@ class ShardedOptimizer:
         self.steps_done = steps_done
 
     def abandon(self) -> None:
-        """Drop all pending work after an error, without waiting. The queue's thread still waits for
-        the operations in flight, and then ends. If an operation never ends, the thread ends with
-        the process."""
+        """Drop all pending work after an error, without waiting. The queue's thread ends after the
+        operations in flight, or with the process."""
         self.hooks.close()
         self.waits.close()
         self.queue.abandon()
 
     def close(self) -> None:
-        """Wait for pending work and end the threads. If the queue has an error that no call has
-        raised yet, raise this error."""
+        """Wait for pending work and end the threads. Raises an error of the queue that no call has
+        raised yet."""
         self.hooks.close()
         self.waits.close()
         self.queue.close()

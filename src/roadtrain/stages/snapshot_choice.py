@@ -1,18 +1,15 @@
-"""Choose the snapshot from which a start (a launch of a job) continues, among the snapshots on the
-job's hosts. All functions are pure.
+"""Choose the snapshot from which a start (a launch of a job) continues. All functions are pure.
 
-Note "committed": a rank writes its marker when the parts of all ranks are on disk, so a single
-marker proves that the snapshot was complete at that time. The snapshot is announced when every rank
-has written its marker. So a start chooses the newest snapshot that has any marker. If parts of this
-snapshot have been lost, the start is refused, with one exception: if a rank has a part of the
-snapshot but no marker, the snapshot was never announced. Then the start only reports the incomplete
-snapshot, and continues from the previous snapshot.
+Note "committed": a rank writes its marker (a file) when the files of all ranks are on disk, so a
+single marker proves that the snapshot was complete. A start chooses the newest snapshot with any
+marker, and is refused if data of this snapshot has been lost. Exception: if a rank has data but no
+marker, the snapshot was never announced, and the previous snapshot is chosen.
 
-Note "forked": the history of a snapshot is a list with one link for each start that led to the
-snapshot. The link names the step from which the start continued. Let S and L be the histories of
-two snapshots, and let L be the longer history. Normally L begins with all links of S, and the next
-link of L names a step that is not earlier than the snapshot with the history S. Otherwise two
-starts continued from the same step independently, and a new start is refused (storage/history.py).
+Note "forked": a snapshot's history has one link for each start that led to it; the link names the
+step from which the start continued. The longer of two histories normally begins with the shorter,
+and its next link names a step that is not earlier than the shorter history's snapshot. Otherwise
+two starts continued from the same step independently, and a new start is refused
+(storage/history.py).
 """
 
 from __future__ import annotations
@@ -53,8 +50,8 @@ class SnapshotKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The content of a marker. A marker is a file that a rank writes when a snapshot is complete.
-    The content is the same on every rank."""
+    """The content of a marker, the file that each rank writes when a snapshot is complete. Equal on
+    all ranks."""
 
     job: str  # uuid
     step: int
@@ -70,8 +67,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class SeenSnapshot(msgspec.Struct, frozen=True):
-    """A description of the files of a snapshot that one rank of this start finds in its
-    directory."""
+    """A description of the files of a snapshot that one rank finds in its directory."""
 
     key: SnapshotKey
     marker: Description | None  # the marker of any rank that wrote it; None if there is none
@@ -82,8 +78,8 @@ class SeenSnapshot(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `choose`: the snapshot from which the start continues, notes for the log, the
-    newer snapshots that the start does not use, and the older snapshot that it keeps."""
+    """The snapshot from which a start continues, messages, and the other snapshots that it drops or
+    keeps."""
 
     snapshot: Description | None  # the start continues from it; if None, the start begins at step 0
     notes: tuple[str, ...] = ()  # messages for the log
@@ -92,10 +88,13 @@ class Choice:
 
 
 def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> Choice:
-    """Choose the snapshot from which this start continues. `seen`: for each rank of this start, the
-    snapshots that the rank finds on its host. `go_back`: whether the user has declared the newest
-    snapshot lost. Raises ForeignError if the snapshots belong to two different runs, ForkedError if
-    two starts continued from the same step, and GoneError if the newest snapshot is incomplete."""
+    """Choose the snapshot from which this start continues.
+
+    `seen`: for each rank, the snapshots on its host. `go_back`: whether the user has declared the
+    newest snapshot lost. Raises ForeignError if the snapshots belong to two different runs,
+    ForkedError if two starts continued from the same step, and GoneError if the newest snapshot is
+    incomplete.
+    """
     found = [s for rank in seen for s in rank]
     committed = {s.key: s.marker for s in found if s.marker is not None}
     partial = {s.key for s in found} - committed.keys()
@@ -134,8 +133,8 @@ def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> 
 
 
 def check_model(theirs: Sequence[ParamEntry], ours: Sequence[ParamEntry]) -> None:
-    """Raise ForeignError if the snapshot's model (`theirs`) differs from this model (`ours`). The
-    error names the first parameter that differs."""
+    """Raise ForeignError about the first parameter in which the snapshot's model (`theirs`) differs
+    from this model (`ours`)."""
     held, here = ({param.name: param for param in params} for params in (theirs, ours))
     for name in [*held, *here]:
         a, b = held.get(name), here.get(name)
@@ -183,8 +182,8 @@ def _check_histories(descriptions: Sequence[Description | None]) -> None:
 
 
 def _lacking(snapshot: Description, found: Sequence[SeenSnapshot]) -> str:
-    """Return a message about the elements of a snapshot that no host has, or "" if the snapshot is
-    complete. found: for each rank, the files of the snapshot that the rank found."""
+    """Return a message about the elements of a snapshot that no host has, or "". found: the files
+    of the snapshot that each rank found."""
     missing = uncovered(
         [s.extents for s in found], [Extent(p.name, 0, p.numel) for p in snapshot.params]
     )

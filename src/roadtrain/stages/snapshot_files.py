@@ -1,10 +1,9 @@
-"""The files of one rank's part of a snapshot: the pieces in `rank-R.pieces`, the table of these
-pieces in `rank-R.json`, and the marker `rank-R.committed`. A piece is the values and the optimizer
-state of a range of parameter elements. The marker is written when the parts of all ranks are
-durable.
+"""The files of a snapshot that one rank writes: pieces (values and optimizer state of ranges of
+parameter elements) in `rank-R.pieces`, their table in `rank-R.json`, and the marker
+`rank-R.committed`, when the files of all ranks are durable. Does NOT communicate with other ranks.
 
-Every array, the table and the marker have a checksum. Each read verifies the checksum. At most one
-piece is in memory at a time. Does NOT communicate with other ranks.
+Every array, table and marker has a checksum, which each read verifies. At most one piece is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
-    """A piece in the pieces file: the extent of the piece, and the locations of its arrays."""
+    """A piece in the pieces file: its extent, and the locations of its arrays."""
 
     name: str
     start: int
@@ -62,8 +61,7 @@ class StoredPiece(msgspec.Struct, frozen=True):
 
 
 class PartTable(msgspec.Struct, frozen=True):
-    """The table of a rank's part of a snapshot. `pieces`: the pieces in the pieces file. `blobs`:
-    name -> location of a blob in the pieces file. Blobs contain the state of the job that belongs
+    """The table of the file of pieces. `blobs`: name -> location of state of the job that belongs
     to no parameter."""
 
     job: str
@@ -76,7 +74,7 @@ class PartTable(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """A writer of one rank's part of a snapshot, into the directory `home`. The part is durable
+    """A writer of one rank's files of a snapshot, into the directory `home`. The files are durable
     when `finish` has returned. The writer is a context manager."""
 
     def __init__(self, home: Path, job: str, key: SnapshotKey, rank: int) -> None:
@@ -101,8 +99,8 @@ class PartWriter:
         )
 
     def add_all(self, pieces: Iterable[Piece]) -> None:
-        """Write all pieces. After an error, still read `pieces` to its end, because the iterator
-        also sends pieces to other ranks, and these ranks wait for the pieces."""
+        """Write all pieces. After an error, read on to the end, because the iterator also sends
+        pieces to other ranks."""
         failed: StoreError | None = None
         for piece in pieces:
             try:
@@ -143,8 +141,8 @@ def write_marker(home: Path, rank: int, about: Description) -> None:
 
 
 class PartReader:
-    """A reader of the parts of one snapshot in the directory `home`. PartReader is a PieceSource.
-    `notes`: messages about files that are ignored."""
+    """A reader of the files of one snapshot in the directory `home`. `notes`: messages about
+    ignored files."""
 
     def __init__(self, home: Path, key: SnapshotKey) -> None:
         self.home, self.key, self.notes = home, key, list[str]()
@@ -158,8 +156,8 @@ class PartReader:
             entries.sort(key=lambda entry: entry[:3])
 
     def marker(self) -> Description | None:
-        """Return the content of the first valid marker. A marker is a file that a rank writes when
-        the snapshot is complete. Return None if no marker is valid."""
+        """Return the content of a valid marker (written when the snapshot was complete), or
+        None."""
         for path in sorted(self.home.glob(f"rank-*.{MARKER}")):
             try:
                 found = msgspec.json.decode(_unsealed(path), type=Description)
@@ -186,8 +184,8 @@ class PartReader:
         return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return the parameter values and the optimizer state of `extent`. Raises DamagedError if a
-        checksum does not match; the error names the file."""
+        """Return the values and optimizer state of `extent`. Raises DamagedError, which names the
+        file, if a checksum does not match."""
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(
@@ -212,7 +210,7 @@ class PartReader:
         return out
 
     def _add_part(self, path: Path) -> None:
-        """Add the part whose table is at `path`. If the part is incomplete, ignore the part."""
+        """Add the files whose table is at `path`, or ignore them if they are incomplete."""
         try:
             table = msgspec.json.decode(_unsealed(path), type=PartTable)
             if table.key != self.key or table.format != 1:
@@ -229,8 +227,8 @@ class PartReader:
             self._at.setdefault(piece.name, []).append((piece.start, piece.stop, table.rank, piece))
 
     def _read(self, rank: int, at: StoredArray, what: str) -> np.ndarray:
-        """Read and verify an array. If the array's length is a multiple of 4 bytes, return the
-        array as float32, otherwise as uint8."""
+        """Read and verify an array, as float32 if its length is a multiple of 4 bytes, otherwise as
+        uint8."""
         path = self.home / f"rank-{rank}.{PIECES}"
         with typed_errors(path, f"reading {what}"):
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
@@ -244,7 +242,7 @@ class PartReader:
 
 
 def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
-    """Open all snapshots in a directory, and return a reader for each of them."""
+    """Return a reader for each snapshot in a directory."""
     if not directory.is_dir():
         return {}
     found = ((_key_of(home.name), home) for home in directory.iterdir() if home.is_dir())
@@ -254,9 +252,8 @@ def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
 
 
 def remove_snapshot(home: Path) -> None:
-    """Remove a snapshot's files, and then the snapshot's directory if the directory is empty.
-    Markers are removed first. So if the process is killed, no incomplete snapshot has a marker.
-    Several ranks may call this function at the same time."""
+    """Remove a snapshot's files, markers first, so that a kill leaves no incomplete snapshot with a
+    marker. Several ranks may call this function at the same time."""
     with typed_errors(home, "removing"):
         for path in sorted(_files_of(home), key=lambda path: path.suffix != f".{MARKER}"):
             path.unlink(missing_ok=True)
@@ -272,8 +269,7 @@ def remove_snapshot(home: Path) -> None:
 
 
 def set_snapshot_aside(home: Path) -> None:
-    """Rename a snapshot's directory, so that later starts ignore the directory. The files are
-    kept."""
+    """Rename a snapshot's directory, so that later starts ignore it. The files are kept."""
     # the directory is not found if another rank has renamed it
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
@@ -288,8 +284,8 @@ def _key_of(name: str) -> SnapshotKey | None:
 
 
 def _files_of(home: Path) -> list[Path]:
-    """Return the files of the snapshot in the directory `home`. Return an empty list if the
-    directory does not exist, for example because another rank has removed the directory."""
+    """Return the files of the snapshot in the directory `home`, or [] if another rank has removed
+    it."""
     try:
         names = os.listdir(home)
     except FileNotFoundError:

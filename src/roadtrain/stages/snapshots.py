@@ -2,17 +2,14 @@
 
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 
-Each rank writes its pieces (parameter values and optimizer state), under the parameters' names,
-into the directory of its host. A snapshot is committed when every rank's part is durable
-(snapshot_choice.py), so a kill at any time leaves the previous snapshot intact. The two newest
-snapshots are kept. Later starts of the job may read a snapshot with other stages, widths and
-placements. Hosts may share a directory or have separate directories (piece_exchange.py).
+Each rank writes its pieces (parameter values and optimizer state) into the directory of its host. A
+snapshot is committed when the files of all ranks are durable, so a kill leaves the previous
+snapshot intact. The two newest snapshots are kept. Later starts may read a snapshot with other
+stages, widths and placements, and hosts need not share a directory.
 
-If `replicas` is 2, each part is also written to a host of another cluster (or to another host if
-there is only one cluster), so that the run can continue after the loss of a host with its disks.
-
-Assumes: training waits while a snapshot is written, so no second copy of the state is needed in
-memory. Does NOT depend on the kind of optimizer: optimizers provide and load pieces.
+If `replicas` is 2, pieces are also written to a host of another cluster (or to another host if
+there is only one cluster), so that the run survives the loss of a host with its disks. Training
+waits while a snapshot is written.
 """
 
 from __future__ import annotations
@@ -63,8 +60,8 @@ FOLDER = "snapshots"  # name of the snapshots' directory in the run directory
 @value
 class SnapshotOptions:
     """The options of snapshots. `every`: the number of steps between snapshots. `replicas`: the
-    number of hosts that store each rank's part. `go_back`: whether a start continues from an older
-    snapshot if the newest snapshot is incomplete. Raises ConfigError for invalid values."""
+    number of hosts that store each piece. `go_back`: whether a start continues from an older
+    snapshot if the newest is incomplete. Raises ConfigError for invalid values."""
 
     every: Count = 100
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
@@ -73,8 +70,8 @@ class SnapshotOptions:
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot from which a start continues. `blobs`: blob name -> bytes, as passed to `save`.
-    Blobs contain the state of the job that belongs to no parameter."""
+    """The snapshot from which a start continues. `blobs`: name -> bytes of the job's state that
+    belongs to no parameter."""
 
     step: int
     blobs: Mapping[str, bytes]
@@ -83,10 +80,9 @@ class FoundSnapshot:
     links: ControlLinks
 
     def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
-        """Iterate over the pieces (parameter values and optimizer state) of the `requested`
-        extents. Collective: every rank must exhaust its iterator. Raises GoneError if no rank has
-        the elements, DamagedError if a file is damaged, and LostError if another rank cannot
-        send."""
+        """Iterate over the pieces of the `requested` extents. Collective: every rank must exhaust
+        its iterator. Raises GoneError if no rank has the elements, DamagedError if a file is
+        damaged, and LostError if another rank cannot send."""
         return exchange(self.source, requested, self.links)
 
 
@@ -95,9 +91,9 @@ class JobSnapshots:
     collective, except `describe` and `due`.
 
     `directory`: this host's run directory. `params`: the parameters of this rank's stage. `mark`:
-    the record of the last step in the run directory (storage/mark.py), on the first rank; None on
-    other ranks. Invariant: `_kept` contains the committed snapshots, at most two, the oldest
-    first."""
+    the run directory's record of the last step (storage/mark.py), on the first rank; None on
+    others.
+    """
 
     def __init__(
         self,
@@ -122,8 +118,8 @@ class JobSnapshots:
         self._kept = list[SnapshotKey]()
 
     def describe(self) -> str:
-        """Return a line for the log that says how much of the training a crash would lose
-        (Rule 3)."""
+        """Return a line for the log that says how much of the training a crash would lose (Rule
+        3)."""
         where = "RAM" if in_ram(self.directory) else "files"
         copies = ", each part on two hosts" if self.options.replicas > 1 else ""
         return (
@@ -138,12 +134,13 @@ class JobSnapshots:
     # a start
 
     def find(self) -> FoundSnapshot | None:
-        """Find the snapshot from which this start continues. Return None if there is no snapshot;
-        then the start begins at step 0. The found snapshot and the next older snapshot are kept.
-        All other snapshots are removed or renamed. Raises GoneError if the newest snapshot is
-        incomplete, ForkedError if two starts continued from the same step, ForeignError for
-        snapshots of another run or model, and StaleError if the run directory records a later step
-        than the found snapshot."""
+        """Find the snapshot from which this start continues, or None. It and the next older
+        snapshot are kept; all others are removed or renamed.
+
+        Raises GoneError if the newest snapshot is incomplete, ForkedError if two starts continued
+        from the same step, ForeignError for snapshots of another run or model, and StaleError if
+        the run directory records a later step.
+        """
         here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
@@ -165,8 +162,7 @@ class JobSnapshots:
         )
 
     def _list(self) -> dict[SnapshotKey, PartReader]:
-        """Make the snapshots' directory and the run directory durable. Then return the snapshots in
-        the directory on this host."""
+        """Make the snapshots' directory durable, and return the snapshots in it."""
         make_directory(self.directory)
         sync_directory(self.directory.parent.parent)
         return list_snapshots(self.directory)
@@ -180,10 +176,8 @@ class JobSnapshots:
         self._links.same(check, "the last step that the run directory records")
 
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
-        """Remove all snapshots except the chosen snapshot and the next older snapshot. This also
-        frees the space of an incomplete snapshot on a full disk. Then write the marker of the
-        chosen snapshot again, because the marker of a process that was killed may only be in the
-        page cache."""
+        """Remove all snapshots except the chosen and the next older one. Then write the chosen
+        snapshot's marker again, because it may only be in the page cache."""
         chosen = choice.snapshot
         kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
@@ -201,8 +195,7 @@ class JobSnapshots:
         self._kept = keep
 
     def _begin(self, chosen: Description | None) -> None:
-        """Continue the job of `chosen`, and add a HistoryLink for this start to the job's history.
-        If `chosen` is None, begin a new job."""
+        """Continue the job of `chosen`, or begin a new job, and add this start to its history."""
 
         def link() -> list[str | int]:
             job = chosen.job if chosen is not None else str(uuid.uuid4())
@@ -218,8 +211,8 @@ class JobSnapshots:
         self._job, self._history = job, (*before, HistoryLink(start, step, members, now))
 
     def _blobs_of(self, reader: PartReader) -> dict[str, bytes]:
-        """Return the blobs of the snapshot. Each part contains all blobs. So the first rank that
-        has any part reads the blobs and sends them to all ranks."""
+        """Return the blobs of the snapshot, which the first rank that has them sends to all
+        ranks."""
         able = self._links.agree(bool(reader.parts), "which rank has the state of the job")
         source = able.index(True)
         blobs = self._links.together(
@@ -232,15 +225,13 @@ class JobSnapshots:
     # a snapshot
 
     def save(self, step: int, source: PieceSource, blobs: Mapping[str, bytes]) -> None:
-        """Write all pieces of `source` as the snapshot of `step`. The snapshot is committed when
-        this method has returned.
+        """Write all pieces of `source` as the snapshot of `step`, which is committed when this
+        method returns.
 
-        `blobs`: blob name -> bytes, for the state of the job that belongs to no parameter. If
-        several ranks pass the same name, the blob of the first of these ranks is used. If a rank
-        cannot write, this rank raises FullError or another StoreError, and all other ranks raise a
-        LostError with the same message. Earlier snapshots are not changed. If communication fails,
-        this method keeps the files, because some ranks may not know that all parts are durable.
-        Then the next start decides whether it uses the snapshot.
+        `blobs`: name -> bytes of the job's state that belongs to no parameter; of several ranks,
+        the first's value is used. A rank that cannot write raises FullError or another StoreError,
+        all others a LostError with the same message, and earlier snapshots stay. If communication
+        fails, the files stay, and the next start decides whether to use them.
         """
         begun = time.monotonic()
         description = Description(
@@ -271,8 +262,7 @@ class JobSnapshots:
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
-        """Return the blobs of all ranks by name. Every rank stores all blobs in its part. what: the
-        snapshot's name in errors."""
+        """Return the blobs of all ranks by name. what: the snapshot's name in errors."""
         every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
         for own in every:
@@ -288,9 +278,8 @@ class JobSnapshots:
         blobs: Mapping[str, bytes],
         what: str,
     ) -> int:
-        """Write this rank's part. If `replicas` is 2, the part includes copies of other ranks'
-        pieces. When the parts of all ranks are durable, return the size of this rank's part in
-        bytes. what: the snapshot's name in errors."""
+        """Write this rank's files, and return their bytes when the files of all ranks are durable.
+        what: the snapshot's name in errors."""
         together = self._links.together
         with contextlib.ExitStack() as open_:
             job, rank = self._job, self._links.rank
@@ -303,8 +292,8 @@ class JobSnapshots:
             return part.nbytes
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
-        """Iterate over the pieces of other ranks that this rank stores as copies. Collective. mine:
-        the extents of this rank's own pieces. what: the snapshot's name in errors."""
+        """Iterate over the pieces of other ranks that this rank stores as copies. mine: the extents
+        of this rank's own pieces. what: the snapshot's name in errors."""
         lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
         every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
@@ -312,17 +301,16 @@ class JobSnapshots:
         return exchange(source, needed, self._links)
 
     def _forget(self, key: SnapshotKey) -> None:
-        """Record that all ranks have committed the snapshot `key`. Remove all snapshots except the
-        two newest."""
+        """Record that all ranks have committed the snapshot `key`, and remove all but the two
+        newest."""
         self._kept.append(key)
         while len(self._kept) > 2:
             remove_snapshot(self.directory / str(self._kept.pop(0)))
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return, for each rank r, the rank that stores a copy of r's part of a snapshot. The copy is
-    in the next cluster or, if there is only one cluster, on the next host. Raises ConfigError if
-    there is only one host."""
+    """Return, for each rank, the rank that stores copies of its pieces: in the next cluster or,
+    with one cluster, on the next host. Raises ConfigError if there is only one host."""
     for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:

@@ -1,9 +1,9 @@
-"""Save and restore the buffers of a model in stages (running means, counters). Buffers are not
-parameters, so no optimizer holds them. A snapshot stores the buffers of each stage as a blob.
+"""Save and restore the buffers of a model in stages (running means, counters), which no optimizer
+holds. Does NOT average the buffers of replicas.
 
-Every stage has a copy of each buffer outside of the blocks. Such a buffer belongs to the first
-stage that runs the buffer's module, because only in this stage the buffer changes during training.
-The first replica of a stage saves the stage's buffers. Does NOT average the buffers of replicas.
+Of the copies of a buffer outside of the blocks, that of the first stage that runs its module
+counts, because only this copy changes during training. The first replica of a stage saves the
+stage's buffers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ def own_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
 
 
 def buffers_blob(stage_model: StageModel, stage: int) -> dict[str, bytes]:
-    """Return {blob name: bytes} for the blob with the stage's buffers. Return an empty dictionary
-    if the stage has no buffers."""
+    """Return {blob name: bytes} with the stage's buffers; empty if it has none."""
     own = own_buffers(stage_model)
     return {_NAME.format(stage): plain.encode(own, "the buffers")} if own else {}
 
 
 def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    """Return the buffers in the blobs of a snapshot, by name. If several stages saved the same
-    buffer, use the value of the first of these stages."""
+    """Return the buffers in the blobs of a snapshot, by name. If several stages saved a buffer, the
+    first counts."""
     prefix, found = _NAME.partition("{")[0], dict[str, torch.Tensor]()
     for name in sorted((n for n in blobs if n.startswith(prefix)), reverse=True):
         found |= plain.decode(blobs[name])
@@ -45,9 +44,8 @@ def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def restore_buffers(blobs: Mapping[str, bytes], stage_model: StageModel) -> None:
-    """Restore this stage's buffers from the blobs of a snapshot. The snapshot may come from a start
-    that cut the model into other stages. Raises ForeignError if a buffer has another shape in the
-    snapshot."""
+    """Restore this stage's buffers from the blobs of a snapshot, which may be of other stages.
+    Raises ForeignError if a buffer has another shape in the snapshot."""
     here = persistent_buffers(stage_model.model)
     for key, value in buffers_in(blobs).items():
         if key not in here:
@@ -73,9 +71,8 @@ def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, 
 def adopt_buffers(
     gathered: Mapping[str, torch.Tensor], had: Collection[str], stage_model: StageModel
 ) -> None:
-    """Set the values of the buffers that came to this stage when blocks moved between stages.
-    gathered: the result of `gather_buffers`, from before the move. had: the names of the buffers
-    that already belonged to this stage before the move."""
+    """Set the buffers that came to this stage with moved blocks. gathered: the buffers of all
+    stages before the move. had: the names of the buffers that belonged to this stage before."""
     for name, buffer in own_buffers(stage_model).items():
         if name not in had:
             buffer.copy_(gathered[name])

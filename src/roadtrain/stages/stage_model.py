@@ -1,17 +1,13 @@
-"""StageModel: a model that is reduced to one stage. A cut is a boundary between two stages. The
-model's own forward runs from the cut before the stage to the cut after the stage.
+"""StageModel: a model that is reduced to one stage: its own forward runs from the cut (boundary
+between stages) before the stage to the cut after it. Does NOT communicate.
 
-Blocks of other stages are replaced by stubs without parameters. Parameters that are outside of the
-blocks, and that only other stages use, are replaced by NaN values that take no memory. The last
-stub before the stage returns the tensors that were received over the cut. The stage's last block
-ends the forward with the block's result. Code of the model that runs before the first block (masks,
-positions) runs on every stage. Modules and parameters keep their names, so optimizers, snapshots
-and users find them.
+Blocks of other stages are replaced by stubs, and parameters that only other stages use by NaN
+values that take no memory. Code before the first block (masks, positions) runs on every stage.
+Modules and parameters keep their names.
 
 A block's random numbers (dropout) are seeded with the job's seed, the step, the micro-batch and the
-block. So these numbers do not depend on the cuts, or on the replica that runs the micro-batch.
-
-Assumes: the stage's parameters have values before the first `run`. Does NOT communicate.
+block, so they do not depend on cuts or replicas. The stage's parameters must have values before the
+first `run`.
 """
 
 from __future__ import annotations
@@ -55,28 +51,26 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RandomStart:
-    """The seeds of all random numbers of one micro-batch. `micro`: the number of the micro-batch,
-    counted over all replicas."""
+    """The seeds of all random numbers of one micro-batch. `micro`: its number, over all
+    replicas."""
 
     seed: int
     step: int
     micro: int
 
     def block(self, number: int) -> None:
-        """Seed torch for the code between the previous block and block `number`, and for block
-        `number`."""
+        """Seed torch for block `number` and the code before it."""
         key = f"{self.seed} {self.step} {self.micro} {number}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
 
     def batch(self) -> None:
-        """Seed torch for the code that produces the micro-batch. The seed is the same on every
-        stage."""
+        """Seed torch for the code that produces the micro-batch, the same on every stage."""
         self.block(-1)
 
 
 class _SegmentEnds(BaseException):
-    """The exception that ends the model's forward after the segment's last block. The class is a
-    BaseException, so that an `except Exception` in the model's code does not catch it."""
+    """The exception that ends the forward after the segment; no `except Exception` of a model
+    catches it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -96,8 +90,8 @@ class _Running:
 
 
 class _Stub(nn.Module):
-    """The replacement of a block of another stage. The stub has the plain attributes of the block,
-    because models read some of these attributes, such as a layer's kind of attention."""
+    """The replacement of a block of another stage, with the block's plain attributes, which models
+    read."""
 
     def __init__(self, block: nn.Module, value: Callable[[], Any]) -> None:
         super().__init__()
@@ -113,8 +107,8 @@ class _Stub(nn.Module):
 
 
 class StageModel:
-    """A model that is reduced to the segments of this rank. A segment is a range of consecutive
-    blocks. `names`: the names of the parameters that these segments use, as in the whole model."""
+    """A model that is reduced to the segments (ranges of consecutive blocks) of this rank. `names`:
+    the names of the parameters that these segments use, as in the whole model."""
 
     def __init__(
         self,
@@ -123,8 +117,8 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Reduce `model` in place to the `segments`. If the model cannot be cut into these
-        segments, raises ModelError and leaves the model unchanged."""
+        """Reduce `model` in place to `segments`. If it cannot be cut this way, raises ModelError
+        and leaves the model unchanged."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
         self.names = frozenset().union(*(cuts.parameters(s) for s in segments))
@@ -152,17 +146,17 @@ class StageModel:
         return [self.cuts.blocks[i] for i in self.own]
 
     def runs_first(self, module: str) -> bool:
-        """Return whether this is the first stage that runs the module with the name `module`. The
-        module must be inside a block of this stage, or outside of all blocks. If no forward calls
-        the module, return whether this is the first stage."""
+        """Return whether this is the first stage that runs `module`, or the first stage if no
+        forward calls it. The module must be inside a block of this stage, or outside of all
+        blocks."""
         if any(f"{module}.".startswith(f"{block}.") for block in self.own_names):
             return True
         at, last = self.cuts.blocks_before.get(module, 0), len(self.cuts.blocks)
         return any(s.begin <= at < s.stop or at == s.stop == last for s in self.segments)
 
     def attach(self) -> None:
-        """Wrap the forwards of this rank's blocks, so that `run` can run a segment. Call this
-        method after other functions that wrap forwards, such as `place`."""
+        """Wrap the forwards of this rank's blocks for `run`. Call this after other functions that
+        wrap forwards, such as `place`."""
         for number in self.own:
             block = self._blocks[number]
             original = block.forward
@@ -178,8 +172,8 @@ class StageModel:
         self._own_forwards.clear()
 
     def restore(self) -> None:
-        """Put all blocks and parameters back into the model, so that the model can be cut again.
-        The parameters of other stages still have no values."""
+        """Put all blocks and parameters back into the model, so that it can be cut again.
+        Parameters of other stages still have no values."""
         self.detach()
         for number, block in self._blocks.items():
             self._replace_block(number, block)
@@ -196,10 +190,12 @@ class StageModel:
         batch: MicroBatch,
         random: RandomStart | None = None,
     ) -> tuple[bool, Any]:
-        """Run the forward of `segment`. received: the tensors that crossed the cut before the
-        segment, in the model's dtypes. random: the seeds of random numbers; if None, torch is not
-        seeded. If the segment is the last segment of the model, returns (True, the model's result).
-        Otherwise returns (False, the result of the segment's last block)."""
+        """Run the forward of `segment`. Return (True, the model's result) for the last segment of
+        the model, otherwise (False, the result of the segment's last block).
+
+        received: the tensors that crossed the cut before the segment, in the model's dtypes.
+        random: the seeds of random numbers; None: torch is not seeded.
+        """
         self._running = _Running(segment, tuple(received), random)
         try:
             self._running.seed(0)
@@ -224,9 +220,8 @@ class StageModel:
         return value
 
     def _before(self, number: int) -> Any:
-        """Return a replacement for the result of block `number`. This block must be before the
-        segment that runs. For the last block before the segment, return the received tensors. For
-        earlier blocks, return placeholders."""
+        """Return the received tensors as the result of the last block before the running segment,
+        and placeholders for earlier blocks."""
         running, returned = self._now(), self.cuts.returned[number]
         if number >= running.segment.stop:
             raise ModelError(

@@ -1,12 +1,9 @@
-"""StagePart: a segment (consecutive blocks) of the model as a function. A cut is the boundary
-between two segments. The function maps the tensors that cross the cut before the segment to the
-tensors that cross the cut after the segment, or to the loss. A StagePart holds the tensors of each
-micro-batch from the forward to the backward of the micro-batch.
+"""StagePart: a segment (consecutive blocks) of the model as a function of the tensors that cross
+the cut before it. It keeps the tensors of each micro-batch from its forward to its backward. Does
+NOT decide the order of forwards and backwards (protocol/pipeline.py).
 
-protocol/pipeline.py decides the order of forwards and backwards, also in the simulator (Rule 7).
-This order limits the number of micro-batches in flight, and a StagePart has that number of slots.
-The buffers of a slot receive the messages of the neighboring stages. A later micro-batch reuses the
-buffers (Rule 4).
+The number of micro-batches in flight is limited, and later micro-batches reuse the receive buffers
+of earlier ones (Rule 4).
 """
 
 from __future__ import annotations
@@ -37,10 +34,12 @@ class _Slot:
 
 
 class StagePart:
-    """A segment (consecutive blocks) of the stage, with the micro-batches in flight. wire_dtype:
-    the dtype in which wider activations and their gradients are sent. If None, activations and
-    gradients are sent unchanged. A dtype of 16 bits is lossy, so only the user may choose such a
-    dtype (Rule 2). slots: the number of micro-batches that are held at once."""
+    """A segment (consecutive blocks) of the stage, with the micro-batches in flight.
+
+    wire_dtype: the dtype in which wider activations and their gradients are sent; None: unchanged.
+    A dtype of 16 bits is lossy, so only the user may choose it (Rule 2). slots: the number of
+    micro-batches that are held at once.
+    """
 
     def __init__(
         self,
@@ -73,9 +72,8 @@ class StagePart:
 
     @property
     def message_nbytes(self) -> int:
-        """The size in bytes of the larger of two messages of a micro-batch: the message with the
-        tensors that cross the cut before the segment, and the message with the tensors that cross
-        the cut after the segment."""
+        """The size in bytes of a micro-batch's larger message: that into the segment, or that out
+        of it."""
         slot = self._free[0]
         leaving = (self._buffer(x, "meta") for x in self._leaves)
         return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
@@ -88,19 +86,18 @@ class StagePart:
         return micro in self._held
 
     def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
-        """Reserve a slot for a micro-batch, and return receive buffers of the slot. If `what` is
-        FORWARD, the buffers receive the tensors that cross the cut before the segment. If `what` is
-        BACKWARD, the buffers receive the gradients of the tensors that crossed the cut after the
-        segment; there is no buffer for a tensor that does not require a gradient."""
+        """Reserve a slot for a micro-batch, and return its receive buffers: for `what` FORWARD, for
+        the tensors that cross the cut before the segment; for BACKWARD, for the gradients of the
+        results that require gradients."""
         slot = self._slot(micro)
         return slot.arriving if what == FORWARD else slot.gradients
 
     def run_forward(
         self, micro: int, batch: MicroBatch, random: RandomStart | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Run the forward. Returns the loss if this is the last segment of the model. Otherwise
-        returns the tensors that cross the cut after the segment. random: the seeds of random
-        numbers; if None, torch is not seeded."""
+        """Run the forward. Return the loss if this is the last segment of the model, otherwise the
+        tensors that cross the cut after the segment. random: the seeds of random numbers; None:
+        torch is not seeded."""
         slot = self._slot(micro)
         own = [x.to(shape.dtype) for x, shape in zip(slot.arriving, self._arrives, strict=True)]
         ended, value = self._stage_model.run(self.segment, own, batch, random)
@@ -115,9 +112,9 @@ class StagePart:
         return [x.detach() for x in slot.results]
 
     def run_backward(self, micro: int, loss: torch.Tensor | None) -> list[torch.Tensor]:
-        """Run the backward, and free the slot. Returns the gradients of the tensors that crossed
-        the cut before the segment. loss: the micro-batch's loss if this is the last segment of the
-        model, otherwise None."""
+        """Run the backward, and free the slot. Return the gradients of the tensors that crossed the
+        cut before the segment. loss: the micro-batch's loss on the last segment of the model,
+        otherwise None."""
         slot = self._held.pop(micro)
         if loss is None:
             leaving = zip(slot.results, self._leaves, strict=True)
@@ -154,16 +151,14 @@ class StagePart:
         )
 
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which tensors of `dtype` are sent."""
         wire = self._wire_dtype
         if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize:
             return dtype
         return wire
 
     def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ModelError if the shapes or dtypes of the results differ from the results for the
-        example micro-batch. The receive buffers of the next stage have the shapes and dtypes of the
-        example's results."""
+        """Raise ModelError if results differ in shape or dtype from those of the example
+        micro-batch, for which the next stage has buffers."""
         found, recorded = (
             ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
             for many in (tensors, self._leaves)
@@ -186,9 +181,8 @@ class StagePart:
 
 
 def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the loss that the model itself has computed: `result.loss`, as in transformers'
-    models, or `result` itself if the result is a scalar tensor. Raises ModelError if the result
-    contains no loss."""
+    """Return the loss that the model itself has computed: `result.loss`, or `result` if it is a
+    scalar tensor. Raises ModelError if there is no loss."""
     loss = getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
         loss = result

@@ -1,7 +1,7 @@
-"""Collect the measurements that determine the sizes of stages: every rank's speed, the time of
-messages between stages, and the free memory of each device.
+"""Collect the measurements that determine the sizes of stages: speeds, times of messages, free
+memory. Does NOT cut a model or move blocks.
 
-All ranks make the same calls and compute the same values. Does NOT cut a model or move blocks.
+All ranks make the same calls and compute the same values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Channels = dict[tuple[int, str], float]  # (boundary, FORWARD or BACKWARD) -> se
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """The measurements of one rank: the speed of the rank, the times of the messages that the rank
-    receives, and the free memory of the rank's device."""
+    """The measurements of one rank: its speed, the times of the messages that it receives, and its
+    free memory."""
 
     times: RankTimes
     messages: Channels
@@ -39,10 +39,9 @@ class MeasuredRank:
 def measure_messages(
     links: StageLinks, shape: PipelineShape, nbytes: int, device: torch.device
 ) -> Channels:
-    """Measure the seconds in which a message of `nbytes` arrives at this rank. There is one
-    measurement for each boundary and direction in which this rank receives messages. All replicas
-    send at the same time, as in a step. `links` must be idle. Raises PeerError if a rank is lost
-    (Rule 5)."""
+    """Measure the seconds in which a message of `nbytes` arrives at this rank, over each boundary
+    and direction. All replicas send at the same time, as in a step. `links` must be idle. Raises
+    PeerError if a rank is lost (Rule 5)."""
     found: Channels = {}
     stages = shape.stages
     wraps = shape.virtual_stages > 1 and stages > 1
@@ -70,16 +69,15 @@ def _messages(
 
 
 def _request(message: Transfer) -> Transfer:
-    """Return the request for a message: a message of one byte in the opposite direction. The
-    receiver of the message sends the request when the receiver is ready."""
+    """Return the request for a message: one byte in the opposite direction, sent when the receiver
+    is ready."""
     other = BACKWARD if message.what == FORWARD else FORWARD
     return Transfer(other, message.micro, message.boundary, message.receiver, message.sender)
 
 
 def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
-    """Request the messages `mine` several times. Measure, each time, the seconds from the requests
-    to the arrival of the last message, and return the shortest of these times. Runs on the
-    receiver."""
+    """Request the messages `mine` several times, and return the shortest time in seconds until all
+    have arrived."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):
@@ -96,7 +94,6 @@ def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torc
 
 
 def _reply(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> None:
-    """Answer the requests of `_time`. Runs on the sender."""
     message = _message(nbytes, device)
     for _ in range(TIMED_MESSAGES + 1):
         for transfer in mine:
@@ -118,9 +115,9 @@ def measured_work(
     num_microbatches: int,
     weights: Sequence[float],
 ) -> StepWork:
-    """Return the work of a step. The speed of a stage is the speed of its slowest rank. The message
-    time of a boundary and direction is the time of the slowest message over this boundary in this
-    direction. measured: the measurements of each rank. weights: the weight of each block."""
+    """Return the work of a step, with the speed of each stage's slowest rank and the time of the
+    slowest message over each boundary and direction. measured: the measurements of each rank.
+    weights: the weight of each block."""
     parallelism = groups.parallelism
     speeds, messages = [], Channels()
     for stage in range(parallelism.pp):
@@ -155,9 +152,9 @@ def measured_memory(
     parameters: Mapping[str, int],
     **nbytes: float,
 ) -> StageMemory:
-    """Return the memory model of the stages. The device with the least free memory determines the
-    memory of a stage. parameters: the number of elements of each parameter of the whole model, by
-    name. nbytes: values for the fields of StageMemory whose names end with `_bytes`."""
+    """Return the memory model of the stages. A stage's memory is that of its device with the least
+    free memory. parameters: the number of elements of each parameter, by name. nbytes: values for
+    the fields of StageMemory whose names end with `_bytes`."""
     blocks, ends = block_memories(cuts, parameters, [m.times for m in measured])
     rooms = [
         min(measured[rank].room for rank in groups.stage_ranks(s))

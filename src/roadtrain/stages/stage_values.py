@@ -1,11 +1,8 @@
 """Initialize a stage's parameters with the same values as in a training with a single process.
 
-A model on `meta` is initialized one block at a time, in the model's order. After each block, the
-values of other stages' parameters are dropped. So the whole model is never in memory, and every
-stage draws the same random numbers. If the user passes a directory of Hugging Face weights, only
-the weights of this stage's parameters are read.
-
-Assumes: all ranks set the same seed. Does NOT move anything to a device.
+A model on `meta` is initialized one block at a time, and the values of other stages are dropped, so
+every stage draws the same random numbers and the whole model is never in memory. All ranks must set
+the same seed.
 """
 
 from __future__ import annotations
@@ -29,11 +26,13 @@ def fill(
     weights: str | Path | None = None,
     init: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Initialize the parameters whose names are in `own`, and all buffers. parts: the blocks of the
-    model, and the root with all other modules. weights: a directory of safetensors files with the
-    initial values, or None. init: a function that initializes a module; if None, the model's own
-    initialization is used. Raises ModelError if the initialization gives a parameter no value, and
-    ConfigError if the weights do not fit the model."""
+    """Initialize the parameters whose names are in `own`, and all buffers.
+
+    parts: the blocks of the model, and the root with all other modules. weights: a directory of
+    safetensors files with the initial values, or None. init: initializes a module (default: the
+    model's own initialization). Raises ModelError if a parameter gets no value, and ConfigError if
+    the weights do not fit the model.
+    """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in own}
     loaded = {} if weights is None else open_weights(weights, shapes)
     on_meta = any(x.is_meta for x in (*model.parameters(), *model.buffers()))

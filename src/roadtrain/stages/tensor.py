@@ -1,18 +1,16 @@
-"""Tensor parallelism: split the layers of one replica over the ranks of a tensor group.
+"""Tensor parallelism: split the layers of one replica over the ranks of a tensor group. Does NOT
+split the sequence, or layers over several hosts.
 
     group = init_device_mesh("cuda", (2,), mesh_dim_names=("tensor",))
     split = tensor_parallel(model, group)
     loss = model(tokens, labels=tokens).loss          # as before, and equal on both ranks
     whole = split.whole_value("lm_head.weight", model.lm_head.weight)
 
-Each rank's parameters are plain tensors under the model's own names. If a parameter is split, a
-rank has a part of the parameter; otherwise the rank has all of it. Parameters stay the same Python
-objects, so optimizers and stages need no changes. Parameters that are not split (norms, positions,
-biases of layers whose inputs are split) have equal gradients on all ranks of the group.
+A rank's parameters are plain tensors under the model's own names, and stay the same Python objects.
+Parameters that are not split (norms, positions) have equal gradients on all ranks of the group.
 
-Assumes: all ranks of the group get the same micro-batch. The values and the random state of tensor
-rank 0 are copied to the other ranks. Does NOT split the sequence, and does NOT split layers over
-several hosts.
+All ranks of the group must get the same micro-batch. Values and random state of tensor rank 0 are
+copied to the other ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ class TensorParallel:
     """The splits of a model's parameters over a tensor group.
 
     mesh: the group's device mesh. shapes: the shape of each parameter before the split, by name.
-    splits: parameter name -> split. `splits` lacks the parameters that are not split. Every rank
-    has all elements of these parameters.
+    splits: parameter name -> split, without the parameters that every rank has completely.
     """
 
     mesh: DeviceMesh
@@ -76,13 +73,12 @@ class TensorParallel:
 
     def counts(self, name: str) -> bool:
         """Return whether this rank includes the gradient of the parameter `name` in a norm over all
-        ranks. If all ranks have the complete parameter, only the first rank includes the gradient
-        of the parameter."""
+        ranks. Parameters that are not split count on the first rank only."""
         return name in self.splits or self.rank == 0
 
     def local_value(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's part of `whole`. whole: the complete parameter `name`, or a
-        tensor of the same shape. Raises ConfigError if `whole` has another shape."""
+        """Return a copy of this rank's share of `whole`, which has the shape of the complete
+        parameter `name`. Raises ConfigError if it has another shape."""
         if tuple(whole.shape) != self.shapes[name]:
             raise ConfigError(
                 f"the value given for parameter {name!r} has the shape {tuple(whole.shape)}, but"
@@ -92,9 +88,8 @@ class TensorParallel:
         return whole.clone() if split is None else split.local_value(whole, self.rank)
 
     def whole_value(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Gather the parts of all ranks, and return the complete tensor. local: this rank's part of
-        the parameter `name`, or of the gradient of this parameter. Collective over the group, on
-        the mesh's device."""
+        """Return the complete tensor, gathered from all ranks. Collective. local: this rank's share
+        of the parameter `name` or of its gradient."""
         split = self.splits.get(name)
         if split is None:
             return local.detach().clone()
@@ -104,9 +99,8 @@ class TensorParallel:
         return split.whole_value(found).to(local.device)
 
     def check_random_state(self) -> None:
-        """Raise DifferError if the ranks of the group would draw different random numbers. With
-        different random numbers, dropout would change activations that must be the same on all
-        ranks. Collective over the group."""
+        """Raise DifferError if the ranks of the group would draw different random numbers, since
+        activations must be equal on all ranks. Collective."""
         device = device_of(self.mesh)
         states = map(random_state, _random_devices(device))
         digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in states))
@@ -130,9 +124,9 @@ def tensor_parallel(
     """Split `model` in place over the ranks of the one-dimensional `mesh`. Collective.
 
     blocks: the names of this stage's blocks, if the model is cut into stages. plan: pattern of
-    layer names -> style. In a pattern, `*` does not match dots (`layers.*.attn.out`). Layers that
-    match no pattern are not split. If `plan` is None, the plan comes from the table of known
-    architectures (tensor_families.py).
+    layer names -> style; `*` does not match dots (`layers.*.attn.out`), and layers that match no
+    pattern are not split. Without a plan, the table of known architectures (tensor_families.py) is
+    used.
 
     Raises ModelError for an unknown architecture, for a layer that cannot be split, and for a block
     without any split layer. Raises ConfigError if tp does not divide a number of heads or a width,
@@ -160,9 +154,9 @@ def tensor_parallel(
 def _named_styles(
     model: nn.Module, plan: TensorPlan, *, whole: bool
 ) -> Iterator[tuple[str, TensorStyle]]:
-    """Yield the name and the style of each layer that a pattern of the plan matches. If several
-    patterns match, the first of them gives the style. whole: whether all layers of the model are on
-    this rank. If `whole` is true, raise ConfigError for a pattern that matches no layer."""
+    """Yield the name and style of each layer that the plan matches; the first matching pattern
+    counts. whole: whether all layers are on this rank; then a pattern without a layer raises
+    ConfigError."""
     modules = dict(model.named_modules())
     unused = set(plan)
     for name, module in modules.items():
@@ -184,8 +178,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_here(module: nn.Module) -> bool:
-    """Return whether this stage has the layer's parameters. Layers of other stages are not
-    split."""
+    """Return whether this stage has the layer's parameters."""
     own = [p for p in module._parameters.values() if p is not None]
     return bool(own) or not hasattr(module, "weight")
 
@@ -211,9 +204,8 @@ def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> N
 def _splits(
     model: nn.Module, styles: Mapping[str, TensorStyle], degree: int
 ) -> dict[nn.Parameter, TensorSplit]:
-    """Return parameter -> split, without the parameters that are not split. Raises the errors of
-    TensorStyle.splits. Raises ModelError if several layers share a parameter, but the styles of
-    these layers do not split the parameter in the same way."""
+    """Return parameter -> split. Raises the errors of TensorStyle.splits, and ModelError if layers
+    that share a parameter split it differently."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for inside, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -241,8 +233,7 @@ def _splits(
 
 
 def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy the values and random states of rank 0 to all ranks of the group, one tensor at a
-    time."""
+    """Copy the values and random states of rank 0 to all ranks of the group."""
     device = device_of(mesh)
     for value in (*model.parameters(), *model.buffers()):
         if not value.is_meta:
@@ -253,7 +244,7 @@ def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the `value` that rank 0 passes, on the device of this rank's `value`. Collective."""
+    """Return rank 0's `value`, on the device of this rank's `value`. Collective."""
     sent = value.to(device_of(mesh), copy=True).contiguous()
     first = int(mesh.mesh.flatten()[0])
     # as bytes, because not every backend supports every dtype
@@ -262,7 +253,6 @@ def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices with a random generator: the host and `device`."""
     return list(dict.fromkeys((torch.device("cpu"), device)))
 
 

@@ -1,11 +1,5 @@
-"""The table of architectures that tensor parallelism knows. For each architecture, the table has
-the layers that are split over a tensor group, and the style of each of these layers (see
-tensor_styles.py).
-
-A family of architectures maps classes of modules to the names and styles of layers inside these
-modules. Blocks of other stages are stubs on this rank. A stub has another class, so no class of the
-table matches it.
-"""
+"""The architectures that tensor parallelism knows: the layers that are split, and their styles
+(tensor_styles.py)."""
 
 from __future__ import annotations
 
@@ -22,10 +16,12 @@ Styles = Mapping[str, TensorStyle]
 
 @dataclass(frozen=True)
 class SplitFamily:
-    """A family of architectures. models: the names of the models' classes. layers: name of a
-    module's class -> name of a layer inside the module -> style of the layer. counts: key of the
-    model's config -> words that describe the value of the key in messages. tp must divide this
-    value. All classes are from transformers. A subclass of a named class matches, too."""
+    """A family of architectures of transformers.
+
+    models: the names of the models' classes. layers: name of a module's class -> name of a layer
+    inside it -> style of the layer. counts: key of the model's config -> words for messages; tp
+    must divide the key's value. Subclasses of a named class match, too.
+    """
 
     name: str
     models: tuple[str, ...]
@@ -43,7 +39,7 @@ _GROUPED_HEADS = {
 
 def _gated(name: str, prefix: str, more: Styles | None = None) -> SplitFamily:
     """Return the family of an architecture with the layer names of Llama. `more`: further layers of
-    each block, and their styles."""
+    each block."""
     layer = {
         "self_attn.q_proj": Column(),
         "self_attn.k_proj": Column(),
@@ -112,10 +108,9 @@ FAMILIES = (
 
 
 def family_plan(model: nn.Module, degree: int) -> dict[str, TensorStyle]:
-    """Return layer name -> style for all layers of `model` that are split. The result lacks the
-    layers of other stages. Raises ModelError for an unknown architecture or unexpected layer names.
-    Raises ConfigError if `degree` does not divide a number in the model's config, such as the
-    number of heads."""
+    """Return layer name -> style for all layers of this stage that are split. Raises ModelError for
+    an unknown architecture or unexpected layer names, and ConfigError if `degree` does not divide a
+    number in the model's config, such as the number of heads."""
     found = _family(model)
     if found is None:
         raise ModelError(

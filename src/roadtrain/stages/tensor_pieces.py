@@ -1,15 +1,10 @@
-"""TensorPieces: convert pieces of one tensor rank's parameters to pieces of whole parameters, and
-vice versa. A piece is the values and the optimizer state of a range of parameter elements.
+"""TensorPieces: convert pieces (values and optimizer state of ranges of elements) of one tensor
+rank's parameters to pieces of whole parameters, and vice versa, so that the degree of tensor
+parallelism may change between two starts. Does NOT communicate.
 
-A tensor rank's optimizer works with the flat elements of the rank's part of each parameter.
-TensorPieces gives these elements their positions in the whole parameter. So snapshots and exchanges
-do not depend on tensor parallelism, and the degree may change between two starts.
-
-If a layer is split by columns, each rank has a short run of elements of each row. Each of these
-runs is a piece, so no communication is needed.
-
-Parameters that all t tensor ranks have (norms) are divided among the ranks: the first rank provides
-the first 1/t of the elements, and so on.
+If a layer is split by columns, a rank's elements of each row are a piece. Parameters that all t
+tensor ranks have (norms) are divided among them: the first rank provides the first 1/t of the
+elements, and so on.
 """
 
 from __future__ import annotations
@@ -27,17 +22,15 @@ CHUNK_ELEMENTS = 1 << 20  # number of elements that are read from the inner sour
 
 
 class LocalPieces(PieceSource, Protocol):
-    """A source of the pieces (values and optimizer state) of one tensor rank's parameters. The
-    source can also load such pieces (`take`)."""
+    """A source of the pieces of one tensor rank's parameters, which can also load them."""
 
     def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
 class TensorPieces:
-    """The pieces (values and optimizer state) of `inner`, converted to pieces of whole parameters.
-    inner: the source of the pieces of one tensor rank's parameters. Pieces of parameters that are
-    not split are passed through unchanged."""
+    """The pieces of one tensor rank's parameters (`inner`), converted to pieces of whole
+    parameters."""
 
     def __init__(
         self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
@@ -47,15 +40,15 @@ class TensorPieces:
         self._read: Piece | None = None
 
     def extents(self) -> list[Extent]:
-        """Return the extents (ranges of elements) of the whole parameters that this rank provides.
-        If a layer is split by columns, there is one extent per row. This method also clears the
-        cache, so that `piece` returns current values."""
+        """Return the ranges of elements of whole parameters that this rank provides: one per row if
+        a layer is split by columns. Also clears the cache, so that `piece` returns current
+        values."""
         self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the parameter values and the optimizer state of an extent (a range of
-        elements). The extent must lie inside one of `extents`."""
+        """Return a copy of the values and optimizer state of an extent, which must lie inside one
+        of `extents`."""
         split = self.split.splits.get(extent.name)
         if split is None:
             return self.inner.piece(extent)
@@ -65,19 +58,17 @@ class TensorPieces:
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
     def needed(self) -> list[Extent]:
-        """Return extents (ranges of elements) of the whole parameters that include all elements of
-        this rank. If a layer is split by columns, these extents also include the columns of other
-        ranks."""
+        """Return ranges of elements of whole parameters that include all elements of this rank, and
+        between them perhaps elements of others."""
         return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
-        """Load pieces of whole parameters into `inner`. hypers: the hyperparameters of each
-        parameter group."""
+        """Load pieces of whole parameters. hypers: the hyperparameters of each parameter group."""
         self.inner.take(self._locals(pieces), hypers)
 
     def _runs(self, local: Extent) -> Iterator[Extent]:
-        """Yield the ranges of elements of the whole parameter that this rank provides. local: the
-        extent of `inner` that has these elements."""
+        """Yield the ranges of the whole parameter that this rank provides for its own extent
+        `local`."""
         name, rank, degree = local.name, self.split.rank, self.split.degree
         split = self.split.splits.get(name)
         if split is None:
@@ -95,17 +86,15 @@ class TensorPieces:
             at = following
 
     def _local(self, split: TensorSplit, extent: Extent) -> Extent:
-        """Return the extent of `inner` that has this rank's elements of `extent`. extent: a range
-        of elements of the whole parameter."""
+        """Return the range of this rank's elements that lie in a range of the whole parameter."""
         rank = self.split.rank
         return Extent(
             extent.name, split.before(rank, extent.start), split.before(rank, extent.stop)
         )
 
     def _around(self, local: Extent) -> Piece:
-        """Return a piece of `inner` that contains the extent `local`. If the cached piece does not
-        contain this extent, read a new piece. The new piece has at most `chunk_elements` elements,
-        or as many as `local` if `local` is longer."""
+        """Return a piece that contains `local`, from the cache or with up to `chunk_elements`
+        elements."""
         read = self._read
         if read is None or not _inside(local, read.extent):
             home = next(e for e in self.inner.extents() if _inside(local, e))
@@ -114,9 +103,8 @@ class TensorPieces:
         return read
 
     def _around_whole(self, local: Extent) -> Iterator[Extent]:
-        """Yield one extent of the whole parameter: from the position of the first element of
-        `local` to the position of its last element that is not padding. Yield nothing if all of
-        `local` is padding."""
+        """Yield the range of the whole parameter from the first to the last element of `local`
+        without padding, if any."""
         rank, split = self.split.rank, self.split.splits.get(local.name)
         if split is None:
             yield local
@@ -125,8 +113,7 @@ class TensorPieces:
             yield Extent(local.name, first, last + 1)
 
     def _locals(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Convert pieces of whole parameters to pieces of `inner`, and add zeros for the padding of
-        `inner`."""
+        """Convert pieces of whole parameters to this rank's pieces, and add zeros for padding."""
         layouts: dict[str, tuple[list[str], dict[str, float]]] = {}
         for piece in pieces:
             name, split = piece.extent.name, self.split.splits.get(piece.extent.name)

@@ -1,13 +1,11 @@
 """TensorSplit: the division of one parameter's elements among the ranks of a tensor group.
 
 The whole parameter is viewed as [outer, parts, degree, width, inner]. The split dimension consists
-of `parts` equal parts (such as queries, keys and values in one matrix); each rank has `width`
-indices of each part. A rank's elements keep the order that they have in the whole parameter. So the
-elements of a rank that lie in a range of the flattened parameter are also a range of the rank's
-elements.
+of `parts` equal parts (such as queries, keys and values in one matrix), of which each rank has
+`width` indices. A rank's elements keep their order.
 
-The degree need not divide the number of rows of a vocabulary. Every rank then has as many rows as
-the first rank. Rows beyond the vocabulary are padding: they are zero, and no token looks them up.
+If the degree does not divide a vocabulary, the last ranks have rows of padding, which are zero and
+which no token looks up.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ Place = TypeVar("Place", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """The split of a parameter with the shape `shape` in its dimension `dim` over `degree` ranks.
-    Raises ConfigError if the dimension cannot be divided."""
+    """The split of a parameter of this shape in its dimension `dim` over `degree` ranks. Raises
+    ConfigError if the dimension cannot be divided."""
 
     shape: tuple[int, ...]
     dim: int
@@ -51,8 +49,8 @@ class TensorSplit:
 
     @property
     def width(self) -> int:
-        """The number of indices of the split dimension that each rank has in each of the `parts`
-        equal parts of the dimension. The number includes padding."""
+        """The number of indices that each rank has in each of the dimension's equal parts, with
+        padding."""
         return -(-self.size // (self.parts * self.degree))
 
     @property
@@ -75,8 +73,7 @@ class TensorSplit:
 
     @property
     def local_row(self) -> int:
-        """The product of the lengths of the dimensions from `dim` on, in the part of a rank. The
-        part includes padding."""
+        """The product of the lengths of a rank's dimensions from `dim` on, with padding."""
         return self.parts * self.width * self.inner
 
     @property
@@ -84,14 +81,13 @@ class TensorSplit:
         return (*self.shape[: self.dim], self.parts * self.width, *self.shape[self.dim + 1 :])
 
     def real(self, rank: int) -> int:
-        """Return the number of elements of `rank` that are not padding. The padding comes after
-        these elements."""
+        """Return the number of elements of `rank` before its padding."""
         rows = min(max(self.size - rank * self.width, 0), self.width) if self.padded else None
         return self.outer * self.local_row if rows is None else rows * self.inner
 
     def local_value(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return a copy of the part of the tensor `whole` that `rank` has, with the shape
-        `local_shape`. Padding is 0."""
+        """Return a copy of the elements of `whole` that `rank` has, in a rank's shape. Padding is
+        0."""
         assert tuple(whole.shape) == self.shape
         if self.padded:
             own = whole[rank * self.width : (rank + 1) * self.width]
@@ -102,7 +98,7 @@ class TensorSplit:
         return seen[:, :, rank].clone().reshape(self.local_shape)
 
     def whole_value(self, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole parameter, joined from the parts of all ranks in rank order."""
+        """Return the whole parameter, joined from the tensors of all ranks in rank order."""
         if self.padded:
             return torch.cat(list(locals_))[: self.size]
         rows = [x.reshape(self.outer, self.parts, self.width, self.inner) for x in locals_]
@@ -110,8 +106,7 @@ class TensorSplit:
 
     def before(self, rank: int, position: int) -> int:
         """Return the number of elements of `rank` that lie before `position` in the flattened whole
-        parameter. The same number is the index, among the elements of `rank`, of the first element
-        at or after `position`."""
+        parameter."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner
@@ -120,14 +115,13 @@ class TensorSplit:
 
     def positions(self, rank: int, start: int, stop: int) -> torch.Tensor:
         """Return the positions of `rank`'s elements [start, stop) in the flattened whole parameter,
-        as int64 [stop - start], ascending. The range [start, stop) must not include padding."""
+        as int64 [stop - start], ascending. The range must not include padding."""
         assert 0 <= start <= stop <= self.real(rank)
         return self.position(rank, torch.arange(start, stop))
 
     def position(self, rank: int, place: Place) -> Place:
-        """Return the position of an element of `rank` in the flattened whole parameter. place: the
-        index of the element among the elements of `rank`. If `place` is a tensor of indices, return
-        a tensor of positions."""
+        """Return the position in the flattened whole parameter of element `place` of `rank`, or a
+        tensor of positions for a tensor of elements."""
         own = self.width * self.inner
         rows, part, inside = place // self.local_row, place // own % self.parts, place % own
         return rows * self.row + part * (self.row // self.parts) + rank * own + inside

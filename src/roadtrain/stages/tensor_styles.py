@@ -1,28 +1,22 @@
-"""Styles for torch's `parallelize_module`, which split single layers over a tensor group.
+"""Styles for torch's `parallelize_module`, which split single layers over a tensor group. Does NOT
+split the sequence.
 
     Column      splits the outputs: y_j = x W_j. Backward sums the gradient of x over the group.
     Row         splits the inputs: y = sum of x_j W_j. The bias is added once, to the sum.
     Vocabulary  splits the rows of an embedding: each rank looks up its own tokens, then the group
                 sums the results.
-    Summed      is for a layer between a Column and a Row. The layer is not split. On each rank, the
-                layer only gets the heads of this rank as its input. So the gradients of the layer's
-                parameters are summed over the group.
+    Summed      is for a layer between a Column and a Row, and not split. Each rank has only its
+                own heads as input, so gradients of the parameters are summed over the group.
     LocalHeads  divides attributes of a module by the degree: numbers of heads, or the total width
                 of the heads.
 
-Parameters stay plain tensors under their own names. Each rank has its part of a split parameter
-(TensorSplit), so optimizers need no changes. Activations cross the group as DTensors. As in Shoeybi
-et al. (2019), section 3, the forward of a Row runs one all-reduce, and so does the backward of the
-Columns before it.
+As in Shoeybi et al. (2019), section 3, the forward of a Row runs one all-reduce, and so does the
+backward of the Columns before it. All ranks must get the same input of a layer, except of a Row.
 
 Note "random numbers": where all ranks of a group have the same activations, they draw the same
-random numbers. Between a Column and a Row, each rank has its own activations, and draws random
-numbers (attention dropout) with its own seed. Each rank's seed is drawn from the random state that
-all ranks have in common. Activation checkpointing repeats a forward from the same random state, so
-the repeated forward draws the same numbers.
-
-Assumes: all ranks of the group get the same input of a layer, except for the input of a Row. Does
-NOT split the sequence.
+random numbers. Between a Column and a Row, each rank draws (attention dropout) with its own seed,
+which is drawn from the common random state. So a repeated forward (activation checkpointing) draws
+the same numbers.
 """
 
 from __future__ import annotations
@@ -44,10 +38,10 @@ _SEEDS = 1 << 62
 
 
 class TensorGroup:
-    """The ranks that share the layers of one replica. The methods communicate between these ranks.
+    """The ranks that share the layers of one replica, between which the methods communicate.
 
-    mesh: a one-dimensional device mesh. `cut`: the parameters that have already been cut to this
-    rank's part. With `cut`, a parameter that two layers share (tied embeddings) is cut only once.
+    mesh: a one-dimensional device mesh. `cut`: the parameters already cut to this rank's share,
+    since layers may share a parameter (tied embeddings).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -59,9 +53,9 @@ class TensorGroup:
         self.cut: set[nn.Parameter] = set()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the values of x. Backward sums the gradient of this tensor over the
-        group. Consecutive calls with the same x (for queries, keys and values) return the same
-        tensor, so that backward sums only once."""
+        """Return a tensor with the values of x, whose gradient is summed over the group.
+        Consecutive calls with the same x (for queries, keys and values) return the same tensor, so
+        that backward sums only once."""
         if self._copied is not None and self._copied[0] is x:
             return self._copied[1]
         out = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(
@@ -79,8 +73,8 @@ class TensorGroup:
         return partial.redistribute(placements=[Replicate()]).to_local()
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the tensors x of all ranks in the last dimension, and return the result.
-        Backward returns this rank's part of the gradient."""
+        """Return the tensors x of all ranks, concatenated in the last dimension. Backward returns
+        this rank's share of the gradient."""
         local = DTensor.from_local(x, self.mesh, [Shard(-1)], run_check=False)
         return local.redistribute(placements=[Replicate()]).to_local()
 
@@ -90,8 +84,8 @@ class TensorGroup:
             return self.summed(x)
 
     def draw_own(self, device: torch.device) -> None:
-        """Switch torch's random numbers to this rank's own seed. `draw_alike` switches back. See
-        Note "random numbers"."""
+        """Switch torch's random numbers to this rank's own seed until `draw_alike` (Note "random
+        numbers")."""
         if self._outside is not None:
             return
         seed = int(torch.randint(_SEEDS, ())) + self.rank
@@ -110,8 +104,8 @@ class TensorGroup:
         set_random_state(state, device)
 
     def keep_own_part(self, p: nn.Parameter, split: TensorSplit) -> None:
-        """Replace the values of p by this rank's part of the values. The object p stays the same,
-        because optimizers refer to it."""
+        """Replace the values of p by this rank's share of them. p stays the same object for
+        optimizers."""
         if p not in self.cut:
             self.cut.add(p)
             p.data = split.local_value(p.data, self.rank)
@@ -133,9 +127,8 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 class SplitLayer(nn.Module):
-    """The base class of ColumnLayer, RowLayer and VocabularyLayer. To split a layer, `_become`
-    changes the class of the layer to a new class that inherits from one of these three classes and
-    from the layer's previous class."""
+    """The base class of ColumnLayer, RowLayer and VocabularyLayer. A split layer's class becomes a
+    subclass of one of these and of its previous class."""
 
     group: TensorGroup  # the ranks that share the layer
     weight: nn.Parameter
@@ -147,8 +140,8 @@ class SplitLayer(nn.Module):
 
 
 class ColumnLayer(SplitLayer):
-    """A linear layer that computes this rank's outputs. If `outputs` is not None, the layer also
-    gathers the outputs of all ranks, so that its result has `outputs` columns."""
+    """A linear layer that computes this rank's outputs. If `outputs` is not None, it also gathers
+    all ranks' outputs to this number of columns."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = self.group.copied(x)
@@ -191,9 +184,8 @@ class VocabularyLayer(SplitLayer):
 
 
 class TensorStyle(ParallelStyle):
-    """The base class of the styles. A style is a plain value. `within` returns a copy of the style
-    that is bound to a group of ranks. torch's `parallelize_module` can apply this copy to a
-    layer."""
+    """The base class of the styles, which are plain values. `within` returns a copy for a group of
+    ranks, which torch's `parallelize_module` can apply to a layer."""
 
     group: TensorGroup
 
@@ -204,9 +196,8 @@ class TensorStyle(ParallelStyle):
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         """Return the split of each parameter of `module` that the style splits, by the parameter's
-        name in the module. Does not change the module. Raises ModelError if the style cannot split
-        such a layer, and ConfigError if `degree` does not divide the split dimension or a number of
-        heads."""
+        name in the module. Raises ModelError if the style cannot split such a layer, and
+        ConfigError if `degree` does not divide the split dimension or a number of heads."""
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -216,15 +207,15 @@ class TensorStyle(ParallelStyle):
         return module
 
     def change(self, module: Any) -> None:
-        """Adapt `module` after its parameters have been cut to this rank's parts."""
+        """Adapt `module` after its parameters have been cut to this rank's shares."""
         raise NotImplementedError
 
 
 class Column(TensorStyle):
     """A style that splits the outputs of a linear layer. parts: the number of matrices that the
-    layer concatenates (3 for queries, keys and values); each matrix is split separately. gather:
-    whether every rank gathers the outputs of all ranks, as for logits. If `gather` is true, the
-    degree need not divide the number of outputs."""
+    layer concatenates (3 for queries, keys and values), each of which is split. gather: whether
+    every rank gathers the outputs of all ranks, as for logits; then the degree need not divide
+    them."""
 
     def __init__(self, parts: int = 1, gather: bool = False) -> None:
         self.parts, self.gather = parts, gather
@@ -251,8 +242,7 @@ class Column(TensorStyle):
 
 
 class Row(TensorStyle):
-    """A style that splits the inputs of a linear layer. The bias is not split: every rank has the
-    complete bias."""
+    """A style that splits the inputs of a linear layer. Every rank has the complete bias."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         dim = 0 if _transposed(module) else 1
@@ -263,8 +253,7 @@ class Row(TensorStyle):
 
 
 class Vocabulary(TensorStyle):
-    """A style that splits the rows of an embedding. The degree need not divide the number of
-    rows."""
+    """A style that splits the rows of an embedding. The degree need not divide their number."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
@@ -284,8 +273,8 @@ class Vocabulary(TensorStyle):
 
 
 class Summed(TensorStyle):
-    """A style that does not split a layer, and sums the gradients of the layer's parameters over
-    the group."""
+    """A style that does not split a layer, and sums the gradients of its parameters over the
+    group."""
 
     def change(self, module: Any) -> None:
         for p in module.parameters():
@@ -294,8 +283,7 @@ class Summed(TensorStyle):
 
 
 class LocalHeads(TensorStyle):
-    """A style that divides integer attributes of a module by the degree. names: the names of the
-    attributes."""
+    """A style that divides integer attributes of a module by the degree. names: the attributes."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -316,8 +304,8 @@ class LocalHeads(TensorStyle):
 
 
 def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
-    """Return the TensorStyle that is equivalent to `style` for the layer `module`. `style` may be a
-    TensorStyle or a style of torch. Raises ModelError if there is no equivalent style."""
+    """Return the TensorStyle that is equivalent to `style`, which may be a style of torch, for the
+    layer `module`. Raises ModelError if there is none."""
     if isinstance(style, TensorStyle):
         return style
     plain = (Shard(-1),), (Replicate(),)
@@ -354,9 +342,8 @@ def _transposed(module: nn.Module) -> bool:
 
 
 def _become(module: nn.Module, kind: type[SplitLayer], group: TensorGroup, **more: Any) -> None:
-    """Change the class of the module to a subclass of `kind` and of the module's own class. The new
-    class has the name of the old class. Also set the attribute `group`, and an attribute for each
-    item of `more`."""
+    """Change the class of the module to a subclass of `kind` and of its own class, and set
+    attributes."""
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in {"group": group, **more}.items():

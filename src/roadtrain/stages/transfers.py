@@ -1,13 +1,9 @@
-"""Plan the transfers that send every rank the elements that the rank needs. Does NOT run the
-transfers.
+"""Plan the transfers that send every rank the elements that it needs. Does NOT run the transfers.
 
-If a rank itself has the elements that it needs, it uses these elements. Otherwise the cheapest
-source sends the elements. If several sources are equally cheap, the plan takes the source that has
-the fewest elements to send so far. If several of these sources have equally few elements to send,
-the plan takes the lowest rank. Transfers are cut to a maximum size, and interleaved over the
-targets, so that many pairs of ranks are busy at once. All ranks compute the same plan, and run
-their transfers in the order of the plan. No deadlock is possible: both ranks of the first
-unfinished transfer have finished all of their earlier transfers, so they can run this transfer.
+A rank's own elements are preferred, then the cheapest source, then the source with the fewest
+elements to send. Many pairs of ranks are busy at once. All ranks compute the same plan, and run
+their transfers in its order, so deadlock is impossible: both ranks of the first unfinished transfer
+have finished all of their earlier transfers.
 """
 
 from __future__ import annotations
@@ -26,8 +22,7 @@ Cost = Callable[[int, int], float]  # (source, target) -> cost per element
 
 @dataclass(frozen=True)
 class PieceTransfer:
-    """A transfer of elements from rank `source` to rank `target`. If both are the same rank,
-    nothing is sent."""
+    """A transfer of elements between ranks. If `source` and `target` are equal, nothing is sent."""
 
     extent: Extent
     source: int
@@ -35,9 +30,7 @@ class PieceTransfer:
 
 
 class _Holders:
-    """An index of the ranks that hold each element. For each parameter, the index has the sorted
-    bounds of all extents, and the ranks that hold the elements of each interval between neighboring
-    bounds."""
+    """An index of the ranks that hold each element."""
 
     def __init__(self, haves: Sequence[Iterable[Extent]]) -> None:
         found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -51,8 +44,8 @@ class _Holders:
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
     def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-        """Cut `needed` at the bounds of all extents. Yield each resulting extent, together with the
-        ranks that hold the elements of this extent."""
+        """Cut `needed` into extents of which each is held by the same ranks, and yield each with
+        these ranks."""
         cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
         at = needed.start
         while at < needed.stop:
@@ -67,9 +60,8 @@ class _Holders:
 def _between_cuts(
     spans: Sequence[tuple[int, int, int]],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the sorted bounds of all spans, and the ranks that hold the elements of each interval
-    between neighboring bounds. spans: (start, stop, rank) for each range of elements that a rank
-    holds."""
+    """Return the sorted bounds of all spans, and the ranks that hold each interval between
+    neighboring bounds. spans: (start, stop, rank)."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
     for start, stop, rank in spans:
@@ -91,10 +83,12 @@ def plan_transfers(
     cost: Cost,
     most_elements: int,
 ) -> list[PieceTransfer]:
-    """Return the planned transfers. `haves`: for each rank, the extents that the rank has. `wants`:
-    for each rank, the extents that the rank needs. `cost`: (source, target) -> cost of sending an
-    element from rank `source` to rank `target`. `most_elements`: the largest number of elements of
-    one transfer. Raises GoneError if a rank needs elements that no rank has."""
+    """Return the planned transfers.
+
+    `haves`, `wants`: for each rank, the extents that it has and needs. `cost`: (source, target) ->
+    cost of sending an element. `most_elements`: the largest number of elements of one transfer.
+    Raises GoneError if a rank needs elements that no rank has.
+    """
     holders, load = _Holders(haves), defaultdict[int, int](int)
     of_target = list[list[PieceTransfer]]()
     for target, needed in enumerate(wants):
@@ -119,15 +113,14 @@ def plan_transfers(
 
 
 def cut_up(extent: Extent, most_elements: int) -> Iterator[Extent]:
-    """Cut `extent` into extents of `most_elements` elements. The last of these extents may be
-    smaller."""
+    """Cut `extent` into extents of at most `most_elements` elements."""
     for start in range(extent.start, extent.stop, most_elements):
         yield Extent(extent.name, start, min(start + most_elements, extent.stop))
 
 
 def uncovered(haves: Sequence[Iterable[Extent]], needed: Iterable[Extent]) -> list[Extent]:
-    """Return the ranges of `needed` that no rank has. `haves`: for each rank, the extents that the
-    rank has."""
+    """Return the ranges of `needed` that no rank has. `haves`: for each rank, the extents that it
+    has."""
     holders = _Holders(haves)
     return [part for extent in needed for part, ranks in holders.parts(extent) if not ranks]
 

@@ -1,11 +1,9 @@
 """DriftWatch: propose new sizes of stages (numbers of blocks) when devices have become slower or
-faster, for example because of heat or other load.
+faster, for example because of heat. Does NOT measure times or move blocks.
 
-DriftWatch receives the seconds of every stage after each step. A stage's speed is the median over
-its last steps, so single slow steps have no effect. If other sizes would have shortened each of
-several consecutive steps by more than a threshold, DriftWatch offers these sizes. After an offer,
-it makes no offer for a while. Pure: the same seconds give the same offers on every rank. Does NOT
-measure times or move blocks.
+A stage's speed is the median over its last steps. Sizes are offered if they would have shortened
+each of several consecutive steps by more than a threshold. Pure: the same seconds give the same
+offers on every rank.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ MOST_CACHED = 64  # number of speeds whose best sizes are cached
 
 @dataclass(frozen=True)
 class SizesOffer:
-    """Proposed sizes of stages. `before_s` and `after_s` are the seconds of a step at the current
-    speeds of the stages: `before_s` with the current sizes, `after_s` with the proposed sizes."""
+    """Proposed sizes of stages. `before_s` and `after_s`: the seconds of a step at the current
+    speeds, with the current and with the proposed sizes."""
 
     before: tuple[int, ...]  # the current sizes
     after: tuple[int, ...]  # the proposed sizes
@@ -64,10 +62,10 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """A watch over the speeds of stages. work: the work of a step, with the speeds of stages for
-    which `sizes` were chosen. sizes: the current number of blocks of each part of the model. fits:
-    a function that returns whether given blocks fit into a stage's memory (see `Fits`). gain:
-    DriftWatch offers other sizes if they shorten a step by more than this fraction."""
+    """A watch over the speeds of stages. work: the work of a step, with the speeds for which
+    `sizes` were chosen. sizes: the current number of blocks of each part of the model. fits:
+    whether given blocks fit into a stage's memory. gain: the fraction of a step that offered sizes
+    must save."""
 
     work: StepWork
     sizes: tuple[int, ...]
@@ -85,10 +83,11 @@ class DriftWatch:
         self._seen = [deque(maxlen=WINDOW) for _ in self.work.stages]
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
-        """Record the speeds in a step. Return an offer of other sizes, or None if the sizes should
-        not change. passes_s: for each stage, the seconds that the stage's slowest replica took for
-        the forward and backward of one micro-batch through an ordinary block (a block of weight
-        1)."""
+        """Record the speeds in a step, and return an offer of other sizes, or None.
+
+        passes_s: for each stage, the seconds that its slowest replica took for the forward and
+        backward of one micro-batch through a block of weight 1.
+        """
         for seen, pass_s in zip(self._seen, passes_s, strict=True):
             seen.append(pass_s)
         if self._resting:
@@ -104,16 +103,13 @@ class DriftWatch:
         return offer
 
     def moved(self, offer: SizesOffer) -> None:
-        """Record that blocks have moved: from the next step on, stages have the sizes of
-        `offer`."""
+        """Record that stages have the sizes of `offer` from the next step on."""
         self.work, self.sizes = self._work_at(offer.passes_s), offer.after
         self._cache.clear()
         for seen in self._seen:
             seen.clear()
 
     def _offer(self, passes_s: tuple[float, ...]) -> SizesOffer | None:
-        """Return an offer of the best sizes for stages with the speeds `passes_s`. Return None if
-        the best sizes do not shorten a step enough."""
         work = self._work_at(passes_s)
         key = tuple(round(math.log(pass_s, GRAIN)) for pass_s in passes_s)
         if key not in self._cache:
@@ -131,8 +127,8 @@ class DriftWatch:
         return offer if offer.gain > self.gain else None
 
     def _work_at(self, passes_s: Sequence[float]) -> StepWork:
-        """Return the work of a step for stages with the speeds `passes_s`. The forward and the
-        backward of a stage change by the same factor."""
+        """Return the work of a step with these speeds. A stage's forward and backward change by the
+        same factor."""
         stages = tuple(
             replace(
                 stage,

@@ -1,33 +1,26 @@
-"""The pipeline schedule: the order in which a rank of a stage runs its micro-batches, and the ranks
-with which it exchanges tensors. The schedule alternates one forward and one backward, and flushes
-the pipeline at the end of a step.
+"""The pipeline schedule: the order in which a rank runs its micro-batches, and the ranks with which
+it exchanges tensors. The runtime and the simulator drive the same pure state machine.
 
 A step runs m micro-batches through p stages. Stage s runs min(m, p - 1 - s) forwards, then
 alternates a forward and a backward, then runs the remaining backwards (PipeDream-Flush; Narayanan
-et al., 2021). At any time, stage s holds the activations of at most p - s micro-batches.
+et al., 2021). So it holds the activations of at most p - s micro-batches.
 
-Stage s may have a width d_s, which is its number of replicas. Replica r runs the micro-batches i
-with i mod d_s = r, in ascending order. The number w_s of forwards before the first backward is
-computed from the last stage to the first, so that all replicas of the next stage can be busy:
+Stage s may have d_s replicas. Replica r runs the micro-batches i with i mod d_s = r, in ascending
+order. The number w_s of forwards before the first backward is such that all replicas of the next
+stage can be busy:
 
     w_{p-1} = 0        w_s = ceil((w_{s+1} + 1) d_{s+1} / d_s)        at most m / d_s
 
 Deadlock is impossible. Before the backward of micro-batch i, stage s + 1 must run its forwards up
-to micro-batch i + w_{s+1} d_{s+1}. Stage s runs the forwards of these micro-batches after the
-backward of micro-batch i + w_{s+1} d_{s+1} - (w_s + 1) d_s at the latest. The number of that
-micro-batch is less than i, because (w_s + 1) d_s > w_{s+1} d_{s+1}. So no backward waits for
-itself. If all widths are equal, the order is the order of PipeDream-Flush.
+to micro-batch i + w_{s+1} d_{s+1}. Stage s runs these forwards after the backward of micro-batch i
++ w_{s+1} d_{s+1} - (w_s + 1) d_s at the latest. That number is less than i, because (w_s + 1) d_s >
+w_{s+1} d_{s+1}. So no backward waits for itself.
 
-A stage may have v parts of the model; part k of any stage follows the parts k - 1 of all stages
-(interleaved schedule; same paper, section 2.2). This divides the idle time (p - 1) (f + b) of a
-step by v, where f and b are the seconds of a forward and a backward. Forwards run p micro-batches
-through the first part of a stage, then through its second part, and so on, before they continue
-with the next p micro-batches. Backwards do the same, beginning with the last part. Before the first
-backward, stage s runs 2 (p - 1 - s) + (v - 1) p forwards. This schedule requires that m is a
-multiple of p and that all widths are equal.
-
-The state machine is pure: it takes events and returns actions. The runtime and the simulator drive
-the same state machine.
+A stage may have v parts of the model (interleaved schedule; same paper, section 2.2), which divides
+the idle time of a step by v. Forwards run p micro-batches through the first part of a stage, then
+through its second part, and so on, before they continue with the next p micro-batches. Backwards do
+the same, beginning with the last part. Before the first backward, stage s runs 2 (p - 1 - s) + (v -
+1) p forwards. m must be a multiple of p, and all widths must be equal.
 """
 
 from __future__ import annotations
@@ -43,9 +36,8 @@ SPARE_SLOTS = 1  # number of micro-batches that may arrive before the order need
 
 @dataclass(frozen=True, slots=True)
 class RunBlocks:
-    """A forward or backward (`what`) of micro-batch `micro` through the stage's part `part`, which
-    is a range of consecutive blocks. `last`: whether the gradients of these blocks are complete
-    after this run."""
+    """A forward or backward (`what`) of micro-batch `micro` through the stage's range of blocks
+    `part`. `last`: whether the gradients of these blocks are then complete."""
 
     what: str
     micro: int
@@ -54,8 +46,8 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A sender or receiver of messages: a part (range of consecutive blocks) of the model on a
-    replica of a stage. `part` is the index of the part among the parts of this stage."""
+    """A sender or receiver of messages: a replica of a stage, and the index of one of its ranges of
+    blocks (`part`)."""
 
     stage: int
     part: int
@@ -78,7 +70,7 @@ class Transfer:
 class PipelineShape:
     """The position of one replica of a stage in the pipeline, and the size of a step.
 
-    widths: the number of replicas of each stage. virtual_stages: the number of parts of the model
+    widths: the number of replicas of each stage. virtual_stages: the number of ranges of blocks
     that each stage has. num_microbatches: the number of micro-batches of the step, over all
     replicas.
     """
@@ -111,14 +103,13 @@ class PipelineShape:
 
     @property
     def ahead(self) -> int:
-        """The largest number of forwards whose activations this rank holds at once. The number
-        counts the forwards of all parts of the model that the rank has."""
+        """The largest number of forwards, of all ranges of blocks together, whose activations this
+        rank holds at once."""
         return min(len(self.own) * self.virtual_stages, self.first_forwards + 1)
 
     @property
     def slots(self) -> int:
-        """The number of micro-batches for which this rank has buffers. Each part of the model on
-        this rank has its own buffers."""
+        """The number of micro-batches for which each range of blocks on this rank has buffers."""
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:
@@ -150,9 +141,11 @@ class PipelineShape:
 
 
 class StageStateMachine:
-    """The state machine of one replica of a stage in one step. A run is one forward or backward of
-    a part of the model. Invariants (`check`): the number of begun forwards minus the number of
-    ended backwards is at most `ahead`; each run happens once, after its inputs have arrived."""
+    """The state machine of one replica of a stage in one step.
+
+    Invariants (`check`): begun forwards minus ended backwards are at most the shape's `ahead`; each
+    forward or backward runs once, after its inputs have arrived.
+    """
 
     def __init__(self, shape: PipelineShape) -> None:
         """Compute the order of the step's forwards and backwards. Raises ConfigError if the
@@ -169,10 +162,9 @@ class StageStateMachine:
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """Record that a tensor for micro-batch `micro` and the stage's part `part` (a range of
-        blocks) has arrived. If `what` is FORWARD, the tensor is the input of the part. If `what` is
-        BACKWARD, the tensor is the gradient of the part's output. Return the forward or backward
-        that can begin now, as a list of at most one element."""
+        """Record that the input (`what` FORWARD) or the gradient of the output (BACKWARD) of the
+        stage's range of blocks `part` has arrived for micro-batch `micro`. Return at most one
+        forward or backward that can begin now."""
         self.here[what].add((micro, part))
         return self._next()
 
@@ -180,12 +172,12 @@ class StageStateMachine:
         return self._next()
 
     def consumer(self, run: RunBlocks) -> Peer | None:
-        """Return the receiver of the result of `run`. Return None if the result is not sent: the
-        loss stays on this rank, and the gradient of the model's input is not needed."""
+        """Return the receiver of the result of `run`, or None for the loss and the gradient of the
+        model's input."""
         return self._beside(run, 1 if run.what == FORWARD else -1)
 
     def producer(self, run: RunBlocks) -> Peer | None:
-        """Return the sender of the input of `run`. Return None if the input is the batch or the
+        """Return the sender of the input of `run`, or None if the input is the batch or the
         loss."""
         return self._beside(run, -1 if run.what == FORWARD else 1)
 
@@ -202,19 +194,15 @@ class StageStateMachine:
 
     def receives(self) -> list[Transfer]:
         """Return the messages from other ranks in this step, in the order in which this rank needs
-        the messages. With this list, a rank can post receives before it needs the messages. For
-        each sender, boundary and direction, the messages have the same order as in the list that
-        the sender's `sends` returns."""
+        them. Over one boundary and direction, a sender sends its messages in this order, too."""
         return [found for run in self.order if (found := self.arrival(run)) is not None]
 
     def transfer(self, run: RunBlocks) -> Transfer | None:
-        """Return the message that sends the result of `run` to another rank. Return None if the
-        result is not sent to another rank."""
+        """Return the message that sends the result of `run` to another rank, or None."""
         return _between(run, self._own(run), self.consumer(run))
 
     def arrival(self, run: RunBlocks) -> Transfer | None:
-        """Return the message from another rank that `run` needs. Return None if `run` needs no
-        message."""
+        """Return the message from another rank that `run` needs, or None."""
         return _between(run, self.producer(run), self._own(run))
 
     def _own(self, run: RunBlocks) -> Peer:
@@ -254,8 +242,8 @@ class StageStateMachine:
 
 
 def _between(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer | None:
-    """Return the message from `sender` to `receiver`. Return None if `sender` or `receiver` is
-    None, or if both are on the same rank."""
+    """Return the message from `sender` to `receiver`, or None if either is None or both are on one
+    rank."""
     if sender is None or receiver is None:
         return None
     if (sender.stage, sender.replica) == (receiver.stage, receiver.replica):

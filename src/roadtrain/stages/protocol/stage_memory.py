@@ -1,8 +1,8 @@
-"""Compute the device memory that a pipeline stage needs, and whether the stage fits.
+"""Compute the memory that a pipeline stage needs on its devices, and whether the stage fits. Does
+NOT measure memory.
 
-Each replica has all parameters and gradients of the stage. The optimizer's state is divided among
-the replicas. A stage holds the activations of at most `PipelineShape.ahead` forwards at a time.
-Does NOT measure memory.
+Each replica has all parameters and gradients of the stage; the optimizer state is divided among the
+replicas.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A model of the device memory that a pipeline's stages need. Callers pass the method `fits` to
-    `best_sizes`, which then ignores sizes that do not fit into memory."""
+    """A model of the memory that a pipeline's stages need on their devices."""
 
     work: StepWork
     rooms: tuple[float, ...]  # for each stage, the free bytes of its smallest device
@@ -48,9 +47,8 @@ class StageMemory:
         return len(self.rooms)
 
     def need(self, stage: int, blocks: Sequence[range]) -> float:
-        """Return the bytes that a stage needs on each of its devices. blocks: the range of blocks
-        of each part of the model that the stage has. The last parts may be left out; then the
-        result is a lower bound."""
+        """Return the bytes that a stage needs on each of its devices. blocks: the stage's ranges of
+        blocks, in the model's order; without the later ranges, the result is a lower bound."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
         whole = self.parameter_bytes + self.gradient_bytes
         state = self.state_bytes / self.work.widths[stage]
@@ -62,8 +60,8 @@ class StageMemory:
         return self.need(stage, blocks) <= self.rooms[stage]
 
     def refusal(self) -> BudgetError:
-        """Return the error for the case that no sizes fit in memory. For its message, the error
-        uses the sizes that would fit with the least additional memory."""
+        """Return the error for the case that no sizes fit in memory, which names the missing
+        bytes."""
         sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self.work.parts)
         own = blocks_of(sizes, self.stages)
         needs = [self.need(stage, blocks) for stage, blocks in enumerate(own)]
@@ -88,9 +86,7 @@ class StageMemory:
         return high
 
     def _with_more(self, nbytes: float) -> tuple[int, ...] | None:
-        """Return sizes that fit if each device has `nbytes` more memory. Return None if no such
-        sizes exist. The parts of the model are filled in order, and each part gets as many blocks
-        as fit."""
+        """Return sizes that fit if each device has `nbytes` more memory, or None."""
         sizes: list[int] = []
         for part in range(self.work.parts):
             stage, begin = part % self.stages, sum(sizes)
@@ -107,7 +103,6 @@ class StageMemory:
         return tuple(sizes) if sum(sizes) == len(self.blocks) else None
 
     def _ahead(self, stage: int) -> int:
-        """Return the largest number of forwards whose activations the stage holds at once."""
         work = self.work
         shape = PipelineShape(stage, 0, work.widths, work.virtual_stages, work.num_microbatches)
         return shape.ahead

@@ -1,24 +1,19 @@
-"""Choose the sizes of pipeline stages: the number of blocks of each stage. There are three ways: an
-exact search for the shortest step, the formula of a paper, and equal sizes ("even").
+"""Choose the number of blocks of each pipeline stage: by an exact search for the shortest step, by
+the formula of a paper, or evenly.
 
-The exact search starts from good sizes: equal sizes and the caller's candidates. It improves these
-sizes: it moves single blocks between parts of the model as long as each move shortens the step.
-Then the search continues with a best-first branch and bound: it extends partial sizes (the sizes of
-the first parts) in the order of their lower bounds, and computes the step time of complete sizes
-with `StepModel`, until no lower bound is below the best step time. A search that takes too long
-(deep pipelines over slow links, many interleaved parts) stops early. `FoundSizes.at_least_s` tells
-how much better other sizes could be: it is a lower bound on the step time of all sizes. A pass of a
-stage is the forward and backward of one micro-batch. A step takes at least as long as each of these
-two sums:
+The exact search improves equal sizes and the caller's candidates by moving single blocks. Then a
+best-first branch and bound extends the sizes of the first parts (ranges of blocks) of the model,
+until no lower bound is below the best step time. A search that takes too long stops early. A pass
+of a stage is the forward and backward of one micro-batch. A step takes at least as long as each of
+these two sums:
 
     the travel time of a micro-batch from the first stage to stage s and back, plus the time of all
     passes of the busiest replica of stage s
+
     the same travel time, plus n times the time of a round trip from stage s to the last stage and
     back, if the busiest replica of stage s must fill its activation slots n times
 
-If partial sizes do not contain all stages, the bound uses the smallest value over all ways to
-divide the remaining blocks among the remaining stages. These values are computed from the last
-stage to the first.
+Stages without sizes so far count with their smallest possible value.
 """
 
 from __future__ import annotations
@@ -50,9 +45,9 @@ def always(stage: int, blocks: tuple[range, ...]) -> bool:
 
 @dataclass(frozen=True)
 class FoundSizes:
-    """The result of a search. sizes: the number of blocks of each part of the model, in order. A
-    part is a range of consecutive blocks. step_s: the seconds of a step with these sizes.
-    at_least_s: a lower bound on the seconds of a step with any sizes that fit."""
+    """The result of a search. sizes: the number of blocks of each part of the model, in order.
+    step_s: the seconds of a step with these sizes. at_least_s: a lower bound on the seconds of a
+    step with any sizes that fit."""
 
     sizes: tuple[int, ...]
     step_s: float
@@ -65,8 +60,8 @@ class FoundSizes:
 
 
 def blocks_of(sizes: Sequence[int], stages: int) -> list[tuple[range, ...]]:
-    """Return, for each stage, the ranges of blocks that the stage runs. sizes: the number of blocks
-    in each range, in the model's order. Range i belongs to stage i mod `stages`."""
+    """Return, for each stage, the ranges of blocks that it runs. sizes: the number of blocks in
+    each range, in the model's order; range i belongs to stage i mod `stages`."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     ranges = [range(begin, stop) for begin, stop in itertools.pairwise(stops)]
     return [tuple(ranges[stage::stages]) for stage in range(stages)]
@@ -83,11 +78,12 @@ def best_sizes(
     candidates: Sequence[Sequence[int]] = (),
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
-    """Return the sizes with the shortest step among the sizes that fit, or None if no sizes fit. If
-    no sizes are better than equal sizes, the result has equal sizes. fits: a function that returns
-    whether given blocks fit into a stage's memory. candidates: sizes to try first. The result is at
-    least as good as each candidate that fits. most_looked_at: the number of partial sizes after
-    which the search stops early."""
+    """Return the sizes with the shortest step among the sizes that fit, or None. Equal sizes are
+    preferred if they are as good.
+
+    fits: whether given blocks fit into a stage's memory. candidates: sizes to try first.
+    most_looked_at: the number of examined partial sizes after which the search stops early.
+    """
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
@@ -105,8 +101,8 @@ class _Prefix:
 
 
 class _SizeSearch:
-    """The exact search for the sizes with the shortest step. `best`: (seconds of a step, sizes) for
-    the best sizes so far, or None if the search has not found sizes that fit."""
+    """The exact search for the sizes with the shortest step. `best`: (seconds of a step, sizes) of
+    the best sizes so far, or None."""
 
     def __init__(self, work: StepWork, fits: Fits) -> None:
         self.work, self.fits = work, fits
@@ -134,9 +130,9 @@ class _SizeSearch:
         return FoundSizes(sizes, step_s, min(step_s, left_s))
 
     def _search(self, most_looked_at: int) -> float:
-        """Search by branch and bound, until no bound is better than the best step. If the search
-        has found sizes that fit, stop after `most_looked_at` partial sizes. Return a lower bound on
-        the seconds of a step with any sizes that were not examined."""
+        """Search by branch and bound, until no bound is better than the best step or, once sizes
+        were found, `most_looked_at` partial sizes were examined. Return a lower bound on the
+        seconds of a step with sizes that were not examined."""
         numbers = itertools.count()
         start = _Prefix((), 0, (0.0,), (0.0,) * self.stages)
         heap = [(self.ends[0][0], next(numbers), start)]
@@ -162,9 +158,8 @@ class _SizeSearch:
         return heap[0][0] if heap else math.inf
 
     def _improve(self) -> None:
-        """Move single blocks between parts as long as each move shortens the best step. The search
-        then has to examine fewer sizes, because it skips all sizes whose lower bound is not below
-        the best step."""
+        """Move single blocks between parts of the model as long as each move shortens the best
+        step."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
@@ -189,10 +184,7 @@ class _SizeSearch:
                     self.best = step_s, sizes
 
     def _longer(self, prefix: _Prefix) -> Iterator[_Prefix]:
-        """Yield the prefixes that have one part more than `prefix`, one prefix for each possible
-        size of the additional part. A size is possible if it fits, and if it leaves at least one
-        block for each remaining part.
-        """
+        """Yield the prefixes that have one part more than `prefix`, one for each size that fits."""
         part = len(prefix.sizes)
         left = self.parts - part - 1
         if left < 0:
@@ -214,8 +206,8 @@ class _SizeSearch:
         return self.work.weight(part, begin, stop) * speed.pass_s
 
     def _link_s(self, part: int) -> float:
-        """Return the seconds in which a micro-batch crosses the boundary after a part in both
-        directions: its activations forward, and their gradients back."""
+        """Return the seconds in which a micro-batch crosses the boundary after a part forward and
+        back."""
         if part == self.parts - 1 or self.stages == 1:
             return 0.0
         speed = self.work.boundaries[part % self.stages]
@@ -237,12 +229,9 @@ class _SizeSearch:
         return bound
 
     def _find_bounds(self) -> None:
-        """Compute the tables of lower bounds `ends[part][block]` and `rests[part][block]`. The
-        remaining parts are `part` and all later parts; they consist of `block` and all later
-        blocks. An entry of `ends` is the least number of seconds from the first forward to the last
-        backward of the remaining parts. An entry of `rests` is the least number of seconds in which
-        one micro-batch goes through the remaining parts and back. Each entry is the minimum over
-        all sizes of the remaining parts that fit."""
+        """Compute tables [part][block] of least seconds for that part and all later parts, if they
+        begin at that block. `ends`: from the first forward to the last backward. `rests`: for one
+        micro-batch through them and back."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]
@@ -268,16 +257,14 @@ class _SizeSearch:
 def paper_sizes(
     work: StepWork, clusters: Sequence[str], *, fits: Fits = always, alpha: float = ALPHA
 ) -> tuple[int, ...] | None:
-    """Return the sizes of Yang et al. (Holmes), section 3.3. The number of blocks of a cluster is
-    proportional to the cluster's speed. If the cluster is faster than the mean, its number of
-    blocks is multiplied by `alpha`. The number is rounded down. The last cluster gets the remaining
-    blocks. Inside a cluster, the sizes are equal. If the memory of a cluster is too small, this
-    cluster gives blocks to the last cluster. If the memory of the last cluster is too small, the
-    last cluster gives blocks to the first cluster with enough memory. Return None if these moves do
-    not lead to sizes that fit. Also return None for interleaved stages, because the paper does not
-    cover interleaved stages.
+    """Return the sizes of Yang et al. (Holmes), section 3.3, or None if none fit or stages are
+    interleaved.
 
-    clusters: the cluster of each stage. The stages of a cluster must be adjacent.
+    A cluster gets blocks in proportion to its speed, times `alpha` if it is faster than the mean,
+    rounded down; the last cluster gets the remaining blocks. Inside a cluster, sizes are equal. A
+    cluster with too little memory gives blocks to the last cluster, and the last cluster to the
+    first with enough memory. clusters: the cluster of each stage; the stages of a cluster must be
+    adjacent.
     """
     if work.virtual_stages > 1:
         return None
@@ -307,8 +294,6 @@ def paper_sizes(
 def _by_formula(
     work: StepWork, clusters: Sequence[str], names: Sequence[str], alpha: float
 ) -> list[int]:
-    """Return the number of blocks of each cluster by the paper's formula. The speed of a cluster is
-    the sum of the speeds of all stage replicas in the cluster."""
     speed = dict.fromkeys(names, 0.0)
     for name, stage, width in zip(clusters, work.stages, work.widths, strict=True):
         speed[name] += width / stage.pass_s
@@ -322,8 +307,7 @@ def _by_formula(
 
 
 def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
-    """Give each cluster at least one block per stage. The blocks are taken from the cluster with
-    the most blocks to spare."""
+    """Give each cluster at least one block per stage, from the cluster with the most to spare."""
     sizes = list(sizes)
     while any(own < count for own, count in zip(sizes, counts)):
         short = next(i for i, own in enumerate(sizes) if own < counts[i])
@@ -365,8 +349,8 @@ def compare_sizes(
     fits: Fits = always,
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> SizesTable | None:
-    """Compare the three ways to choose sizes: exact, paper and even. Return None if no sizes fit in
-    memory. clusters: the cluster of each stage."""
+    """Compare exact, paper and even sizes. Return None if no sizes fit in memory. clusters: the
+    cluster of each stage."""
     model, flat = StepModel(work), even(len(work.weights), work.parts)
     sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}
     if work.virtual_stages == 1:

@@ -1,15 +1,8 @@
-"""Compute the time of a pipeline step for given sizes of the stages. The state machines of
-protocol/pipeline.py decide the order of runs (forwards and backwards) and messages. The caller
-passes the durations of runs and messages.
+"""Compute the time of a pipeline step for given sizes of the stages. Does NOT measure durations.
 
-Each replica runs in the order of its state machine. A replica's messages over one boundary and
-direction are sent one after another, while the replica continues to compute. The step ends with the
-last backward. The order of runs does not depend on durations, so the order is computed once and
-used for many sizes. In this model, messages of different senders, boundaries or directions do not
-slow each other down. If a network card carries several such messages and is the bottleneck, a real
-step takes longer.
-
-Does NOT measure durations.
+A replica's messages over one boundary and direction are sent one after another, while it computes.
+Other messages do not slow each other down, so a real step takes longer if a network card carries
+several such messages and is the bottleneck.
 """
 
 from __future__ import annotations
@@ -40,8 +33,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StageSpeed:
-    """The seconds that an ordinary block (a block of weight 1) takes on the slowest replica of a
-    stage."""
+    """The seconds that a block of weight 1 takes on the slowest replica of a stage."""
 
     forward_s: float  # per micro-batch
     backward_s: float  # per micro-batch
@@ -75,30 +67,27 @@ class StepWork:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the model. If there are p stages, part i belongs to stage i mod
-        p."""
+        """The number of parts (ranges of blocks) of the model; of p stages, stage i mod p has part
+        i."""
         return len(self.stages) * self.virtual_stages
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """The cumulative weight of the model's blocks. Element i is the total weight of the first i
-        blocks."""
+        """The total weight of the first i blocks, for each i from 0."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
-        """Return the weight of the model's part `part` if it consists of the blocks [begin, stop).
-        The weight of a block is its work relative to an ordinary block."""
+        """Return the weight of the model's part `part` if it consists of the blocks [begin,
+        stop)."""
         ends = self.ends[0] * (part == 0) + self.ends[1] * (part == self.parts - 1)
         return self.before[stop] - self.before[begin] + ends
 
 
 @dataclass(slots=True)
 class _Order:
-    """The runs and messages of a step, in an order in which each run or message comes after its
-    dependencies. `rows`: for each run or message, the row of its duration in the table that
-    `StepModel._durations` returns. The rows of this table have, in this order: the forwards of each
-    part, the backwards of each part, the activations of each boundary, and the gradients of each
-    boundary."""
+    """The runs and messages of a step, each after its dependencies. `rows`: for each, its row in
+    the table of durations: the forwards of each part of the model, the backwards, the activations
+    of each boundary, and the gradients."""
 
     # for each run or message, its row in the table of durations
     rows: list[int] = field(default_factory=list)
@@ -125,8 +114,8 @@ class StepModel:
         return float(self.seconds_of_all([sizes])[0])
 
     def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
-        """Return the seconds of a step for each element of `many`. An element has the number of
-        blocks of each part, in the model's order."""
+        """Return the seconds of a step for each element of `many`: the numbers of blocks of each
+        part, in the model's order."""
         sizes = np.asarray(many, dtype=np.int64)
         at_once = max(1, MOST_TIMES // len(self._order.rows))
         found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
@@ -143,8 +132,7 @@ class StepModel:
         return ends[order.last].max(axis=0)
 
     def _durations(self, sizes: npt.NDArray[np.int64]) -> Array:
-        """Return the table of durations in seconds. The rows are described in `_Order`, and there
-        is one column for each element of `sizes`."""
+        """Return the durations in seconds, with a column for each element of `sizes`."""
         work, stages = self.work, len(self.work.stages)
         stops = np.cumsum(sizes, axis=1)
         weights = np.diff(np.asarray(work.before)[stops], axis=1, prepend=0.0).T
@@ -160,7 +148,7 @@ class StepModel:
 
 
 def _ordered(work: StepWork) -> _Order:
-    """Run the state machines, and return the order in which their runs and messages happen."""
+    """Return the order in which the state machines' runs and messages happen."""
     stages, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
