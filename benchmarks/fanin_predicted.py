@@ -58,7 +58,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of one step of a run, without the first steps."""
+    """Prediction of one step of a run in its steady state, after the first steps."""
 
     seconds: float  # the greater of the simulated time and `processors`
     processors: float  # processor seconds of a step, over the number of processors

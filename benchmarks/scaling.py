@@ -218,7 +218,7 @@ def bare(cluster: Cluster, seconds: float) -> Row:
             )
         )
     if any(process.wait(60 + 10 * seconds) for process in processes):
-        raise RoadtrainError("a process that measures the bare socket failed")
+        raise RoadtrainError("the measurement of the bare socket failed")
     rate = min(json.loads(out.read_text())["rate"] for out in outs)
     return Row(
         f"a bare socket, both ways at once, {8 * RATE / 1e6:g} Mbit/s each",

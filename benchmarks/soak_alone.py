@@ -157,7 +157,7 @@ class AloneScene(Scene):
                 attempt, job, step = int(match[1]), match[2], int(match[3])
                 if reached and (job != whose or (step < reached and not self.repeats())):
                     raise Wrong(
-                        f"start {attempt} goes on from step {step} of store {job}, but store"
+                        f"attempt {attempt} goes on from step {step} of store {job}, but store"
                         f" {whose} has committed step {reached}"
                     )
                 whose, reached = job, max(reached, committed.get(attempt, 0))

@@ -36,8 +36,8 @@ Real = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Strike:
-    """An action at one call of the process: call `number` (from 0) of all calls of kind `kind` on
-    files whose path contains `where`.
+    """An action to take at one call of a process. The process's calls of kind `kind` on files whose
+    path contains `where` are counted from 0. The action happens at the call with number `number`.
     """
 
     kind: Literal["sync", "write"]

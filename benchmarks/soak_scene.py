@@ -348,7 +348,7 @@ class Scene:
             for (attempt, step), (line, _, _) in log.steps.items():
                 if expected.get(step) != line:
                     raise Wrong(
-                        f"worker {rank}, start {attempt}, step {step}: loss and norm are {line},"
+                        f"worker {rank}, attempt {attempt}, step {step}: loss and norm are {line},"
                         f" but {expected.get(step)} in the run without faults"
                     )
             if missing := set(expected) - {step for _, step in log.steps}:
@@ -368,7 +368,7 @@ class Scene:
             ]
             if of and min(step for step, _ in of) <= committed_before:
                 raise Wrong(
-                    f"start {attempt} repeats step {min(of)[0]}, although step"
+                    f"attempt {attempt} trained step {min(of)[0]} again, although step"
                     f" {committed_before} was committed before"
                 )
             committed_before = max([committed_before, *(committed for _, committed in of)])

@@ -84,12 +84,12 @@ LINES = [
     ("line", "instead", "words"),
     [
         (None, None, None),
-        ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, start 1, step 3: loss and norm are"),
+        ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, attempt 1, step 3: loss and norm are"),
         ("1 3 ", "1 error ", "worker 1 has not trained steps .3."),
         (
             "1 2 0x1p+2 0x1p+0 1",
             "1 1 0x1p+1 0x1p+0 1",
-            "start 1 repeats step 1, although step 1 was committed",
+            "attempt 1 trained step 1 again, although step 1 was committed",
         ),
         ("1 end same", "1 end other", "the digest of the state at the end"),
         ("1 closed", "Traceback (most recent call last):", "worker1.log has a traceback"),
@@ -127,12 +127,12 @@ ALONE_LINES = [
         (
             {"1 job one 1": "1 job two 1"},
             {},
-            "start 1 goes on from step 1 of store two, but store one has committed step 1",
+            "attempt 1 goes on from step 1 of store two, but store one has committed step 1",
         ),
         (
             {"1 job one 1": "1 job one 0"},
             {},
-            "start 1 goes on from step 0 of store one, but store one has committed step 1",
+            "attempt 1 goes on from step 0 of store one, but store one has committed step 1",
         ),
         ({"1 end same": "1 end other"}, {}, "the digest of the state at the end"),
         ({}, {2: None}, r"metrics.jsonl has \[\(1,"),

@@ -87,16 +87,16 @@ class Device(Section):
 class Ssd(Section):
     """SSDs of one kind. `mixed`: the combined rate of simultaneous reads and writes, as a multiple
     of the rate of reads alone. It is 1 if reads and writes share one rate, and 2 if they do not
-    slow each other down. `depth`: the largest number of reads, and also of writes, that run at the
-    same time. `updates`: bytes of optimizer state per second that a processor in the SSD updates
-    (near-storage); 0 if the SSD has none."""
+    slow each other down. At most `depth` reads and `depth` writes run at the same time. `updates`:
+    bytes of optimizer state per second that a processor in the SSD updates (near-storage); 0 if the
+    SSD has none."""
 
     count: Count = Field(default=1, description="number of these SSDs in each machine")
     read: Rate = Field(gt=0, description="read rate of one SSD")
     write: Rate = Field(gt=0, description="write rate of one SSD")
     mixed: Real = Field(default=1.0, ge=1, le=2, description="1: reads and writes share a rate")
     capacity: Bytes = Field(default=0.0, description="bytes of one; needed to keep data on it")
-    depth: Count = Field(default=2, description="number of reads, and of writes, at the same time")
+    depth: Count = Field(default=2, description="limit of simultaneous reads, and of writes")
     internal: Rate = Field(default=0.0, description="rate to the SSD's processor; 0: as `read`")
     updates: Rate = Field(default=0.0, description="rate of updates by its processor; 0: none")
     price: Number = Field(default=0, description="cost of buying one SSD")

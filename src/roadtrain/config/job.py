@@ -324,7 +324,7 @@ def check_own(path: str, job: Job) -> None:
     raise ConfigError(
         f"{path} was written for the run in {named}, not for {home}: {', '.join(there)} belong to"
         " that run",
-        hint=f"to continue the copy: --run.dir {home} --store.files"
+        hint=f"to train in {home} instead: --run.dir {home} --store.files"
         f" {','.join(job_of_run(str(home)).store.files)}",
     )
 

@@ -71,8 +71,8 @@ class Heap:
 
     While a block runs, torch leaves small objects between the temporaries that it frees. Without
     `trim`, the heap therefore grows by some megabytes per block (Rule 4: memory does not depend on
-    the number of blocks). Call `trim` after each block. It returns memory only if the process has
-    grown by `slack` bytes since the last time.
+    the number of blocks). Call `trim` after each block. `trim` returns memory only if the process
+    has grown by more than `slack` bytes since `trim` last returned memory.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

@@ -34,9 +34,10 @@ def own_device(
     """Return the requested device with an index. Raises ConfigError if the device is missing or not
     supported.
 
-    `cuda` without an index means the program's current device if it is not 0, else the only device,
-    else the device numbered by the environment variable LOCAL_RANK. This device also becomes the
-    current device.
+    If `requested` is `cuda` without an index, the first of these rules that applies chooses the
+    device, which then becomes torch's current device: torch's current device, if its index is above
+    0; the only device, if torch sees only one; the device whose index is the environment variable
+    LOCAL_RANK.
     """
     try:
         device = torch.device(requested)

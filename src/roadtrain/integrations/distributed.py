@@ -75,8 +75,8 @@ class GradientSums:
     def _ready(self, p: nn.Parameter) -> None:
         if p in self.late:
             raise LoopError(
-                f"{self.names[p]} was computed from an old value: the parameter was used without"
-                " its module's forward, before its last update was applied",
+                f"{self.names[p]} was computed from an old value of the parameter, which was used"
+                " outside its module's forward, before the last update was applied",
                 hint="leave model= out, or call optimizer.synchronize() before using the parameter",
             )
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
@@ -170,7 +170,7 @@ def _checked(
 class DeferredSteps:
     """The deferred updates of an optimizer's steps: the forward of each module of `model` applies
     the updates of the module's parameters. `step` is the optimizer's own step. `num_steps` is the
-    number of the training's last step, which is not deferred; 0 if unknown."""
+    total number of calls of `defer`, 0 if unknown. The step of the last call is not deferred."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
@@ -419,8 +419,8 @@ def distribute(
 
     `passes`: number of backward passes per step. `division`: gradients are divided by the first
     number before the sum, and the sum is multiplied by the second number. `model`: if not None,
-    updates are deferred to the next forward of this model. `num_steps`: number of the training's
-    last step, which is not deferred; 0 if unknown.
+    updates are deferred to the next forward of this model. `num_steps`: total number of steps,
+    0 if unknown; the last step is not deferred.
     """
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):

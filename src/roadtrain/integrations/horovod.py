@@ -399,8 +399,8 @@ def DistributedOptimizer(
         model: If set, step() does not wait for the sums. Instead, each module's next forward waits
             for the module's sums, with the same results (integrations/distributed.py, Note
             "deferred steps").
-        num_steps: Number of the training's last step, which is not deferred. 0 if this number is
-            not known.
+        num_steps: Total number of calls of step(), 0 if it is not known. The step of the last call
+            is not deferred.
         **others: Other options of Horovod and BytePS. Options that do not change results are
             ignored. All others raise ConfigError.
 

@@ -89,8 +89,8 @@ class Placed:
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: all parameters but biases and norms, which have `weight_decay`,
-    and biases and norms without weight decay."""
+    """Return two groups of trainable parameters. The second group has the biases and the parameters
+    of norms, without weight decay. The first group has all others, with `weight_decay`."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     norms = {
         id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()

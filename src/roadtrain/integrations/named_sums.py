@@ -140,8 +140,8 @@ class Exchange:
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the reason why the sum of `handle` failed, or a PeerError with torch's `error` if
-        it is unknown."""
+        """Return the reason why the sum of `handle` failed. If the reason is unknown, return a
+        PeerError with the text of torch's `error`."""
         cause = handle.ticket.error if handle.ticket is not None else None
         cause = cause or self.summation.error
         why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))

@@ -2,9 +2,9 @@
 
 Peers connect to the relay, which passes their data on to the target. A relay runs in a thread
 (`Relay`) or in a process of its own: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT`
-prints the relay's address. Each line of its standard input calls a method of Relay, such as
-`set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`, and is answered by `done`. The process ends
-with its standard input. Needs no root.
+prints the relay's address. Each line of the process's standard input calls a method of Relay, such
+as `set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`. After each call the process prints
+`done`. The process ends at the end of its standard input. Needs no root.
 
 Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
 direction. All connections share the rate of a direction. The relay holds at most about 16 MiB per

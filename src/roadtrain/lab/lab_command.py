@@ -1,8 +1,8 @@
 """`roadtrain lab up | run | down`: a lab that a lab file describes. Starts no process on the hosts.
 
-`up` makes the lab, and writes a file `lab.json` by which `run` and `down` find it. Its process
-removes the lab when it ends. Rates and sizes in the lab file are checked but kept as written, for
-display.
+`up` makes the lab, and writes a file `lab.json` by which `run` and `down` find the lab. The process
+that makes the lab waits for Ctrl-C or `lab down`, and then removes the lab. Rates and sizes in the
+lab file are checked but kept as written, for display.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ tc's tbf limits both ends, so each direction has its own rate.
 
 Switches that are linked form one network 10.F.0.0/16, in which NIC K of host H has the address
 10.F.K.H. A host replies from the address to which a request was sent, and a connection that is
-bound to a NIC's address uses this NIC. A host's routing rule 0 is free for dropping packets
-(`LabHost.drop_from`).
+bound to a NIC's address uses this NIC. On each host, the routing rule for local addresses has
+preference 1 instead of 0, because the rules of `LabHost.drop_from`, with preference 0, must come
+first.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class RunHome:
         before = _whole_state(self.path / "state.before.json")
         if not self.exists:
             raise LaunchError(
-                f"{path} is damaged or absent, and {self.path} has no launch.json",
+                f"{self.path} has no run: no launch.json, and state.json is damaged or absent",
                 hint=AGAIN,
             )
         used = "state.before.json is used" if before else "and so is state.before.json"

@@ -215,7 +215,8 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the run's directory has files of a run that has trained."""
+    """Return True if the run's directory has a file that training writes (mark.json or
+    metrics.jsonl)."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))

@@ -156,8 +156,9 @@ class _Sizes:
         blocks: Sequence[Block],
         residual_block: int,
     ) -> _Sizes:
-        """Compute the sizes. `blocks` use slots. `residual_block` is the index of the block with
-        the unsent gradients of the root block; 0 if there is none."""
+        """Compute the sizes. Slots and push buffers must be large enough for each of `blocks`.
+        `residual_block` is the index of the block with the unsent gradients of the root block; 0
+        if there is none."""
         root = table.blocks[0]
         pulled, pushed = round_up(root.pull_nbytes, HUGE), round_up(root.push_nbytes, HUGE)
         residuals = (

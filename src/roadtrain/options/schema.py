@@ -211,8 +211,10 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a file as one dict with dotted keys: {"a.b": 1} for {"a": {"b": 1}}. A
-    table inside a table stays a table."""
+    """Return the tables of a file as one dict with dotted keys: {"a.b": 1} for {"a": {"b": 1}}.
+
+    Tables inside these tables are not flattened: {"a.b": {"c": 1}} for {"a": {"b": {"c": 1}}}.
+    """
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:

@@ -177,8 +177,8 @@ class BucketState:
         return Piece(Extent(name, start, stop), copies, scalars)
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
-        """Load the elements that `piece` and a span have in common. span: the index of the span,
-        which must be of the piece's parameter. Raises ForeignError if the piece has the state of
+        """Load the elements that `piece` and a span have in common. Both must belong to the same
+        parameter. span: the index of the span. Raises ForeignError if the piece has the state of
         another rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)

@@ -1,5 +1,5 @@
-"""StageOptimizer: the interface between the pipeline and a stage's optimizer, whose state is
-divided among the stage's data-parallel ranks, or on servers or in files."""
+"""StageOptimizer: the interface between the pipeline and a stage's optimizer. The optimizer
+state is either divided among the stage's data-parallel ranks, or stored on servers or in files."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ class StagePart:
         return wire
 
     def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ModelError if results differ in shape or dtype from those of the example
-        micro-batch, for which the next stage has buffers."""
+        """Raise ModelError if `tensors`, results of a micro-batch, differ in shape or dtype from
+        the results of the example micro-batch. The next stage's buffers fit no other shapes."""
         found, recorded = (
             ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
             for many in (tensors, self._leaves)

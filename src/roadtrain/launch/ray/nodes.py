@@ -188,8 +188,8 @@ class HostMap:
         return host
 
     def _give_own(self, free: list[RayNode]) -> list[str]:
-        """Assign free nodes to hosts with their label, name or address. Return the names of these
-        hosts."""
+        """Assign free nodes to the hosts that the nodes' labels, names or addresses identify.
+        Return the names of these hosts."""
         new = []
         for same in (_by_label, _by_name, _by_address, _by_host_name, self._by_earlier_address):
             for host in self.missing():

@@ -203,8 +203,8 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if Ray Train has released the resources of the workers, or is too late. Then
-        all events of the workers are in the mailbox."""
+        """Return True if Ray Train has released the resources of the workers, or if the time limit
+        for the release has passed. Then all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True

@@ -46,8 +46,8 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A sender or receiver of messages: a replica of a stage, and the index of one of its ranges of
-    blocks (`part`)."""
+    """A sender or receiver of messages: one range of blocks on one replica of a stage. `part`: the
+    index of the range among the stage's ranges."""
 
     stage: int
     part: int

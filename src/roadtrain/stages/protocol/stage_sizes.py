@@ -1,19 +1,20 @@
 """Choose the number of blocks of each pipeline stage: by an exact search for the shortest step, by
 the formula of a paper, or evenly.
 
-The exact search improves equal sizes and the caller's candidates by moving single blocks. Then a
-best-first branch and bound extends the sizes of the first parts (ranges of blocks) of the model,
-until no lower bound is below the best step time. A search that takes too long stops early. A pass
-of a stage is the forward and backward of one micro-batch. A step takes at least as long as each of
-these two sums:
+The exact search begins with the best of equal sizes and the caller's candidates, and improves these
+sizes by moving single blocks. Then a best-first branch and bound extends the sizes of the first
+parts (ranges of blocks) of the model, until no lower bound is below the best step time. A search
+that takes too long stops early. A pass of a stage is the forward and backward of one micro-batch. A
+step takes at least as long as each of these two sums:
 
     the travel time of a micro-batch from the first stage to stage s and back, plus the time of all
     passes of the busiest replica of stage s
 
     the same travel time, plus n times the time of a round trip from stage s to the last stage and
-    back, if the busiest replica of stage s must fill its activation slots n times
+    back, where n is (micro-batches of the busiest replica of stage s) / (micro-batches whose
+    activations this replica can hold at once), rounded up
 
-Stages without sizes so far count with their smallest possible value.
+For a stage whose size is not chosen yet, the sums contain the shortest possible time.
 """
 
 from __future__ import annotations

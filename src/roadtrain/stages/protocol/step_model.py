@@ -1,8 +1,9 @@
 """Compute the time of a pipeline step for given sizes of the stages. Does NOT measure durations.
 
-A replica's messages over one boundary and direction are sent one after another, while it computes.
-Other messages do not slow each other down, so a real step takes longer if a network card carries
-several such messages and is the bottleneck.
+Assumptions: A replica can compute and send at the same time. It sends its messages over one
+boundary and direction one after another. Messages of different replicas, boundaries or directions
+do not slow each other down. A real step takes longer if a network card carries several such
+messages at once and is the bottleneck.
 """
 
 from __future__ import annotations
