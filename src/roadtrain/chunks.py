@@ -196,8 +196,8 @@ class ChunkTable:
     ) -> ChunkTable:
         """Lay out `blocks`, pairs of a block's name and its parameters. The root block is first.
 
-        Raises ConfigError for an invalid chunk size, a trainable dtype that cannot be updated, or a
-        repeated parameter name.
+        Raises ConfigError if the chunk size is invalid, if a parameter name is repeated, or if the
+        dtype of a parameter is not supported. A trainable parameter must be fp32, bf16 or fp16.
         """
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(

@@ -35,7 +35,8 @@ class Command:
         words: Names of the positional arguments. [WORD] is optional.
         job_keys: Whether every key of a job file is also an option of the command. The function
             gets these options as `overrides`.
-        job_word: The index in `words` of the job file; -1 if the command has no job file.
+        job_word: The position of the job file among the positional arguments, from 0. It is -1 if
+            the command has no job file.
     """
 
     target: str

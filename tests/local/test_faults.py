@@ -181,7 +181,7 @@ def test_a_vanished_directory_at_the_start(tmp_path):
     for gone in (1, 0):
         (tmp_path / "abc"[gone]).rename(tmp_path / "away")
         with pytest.raises(
-            GoneError, match=f"{tmp_path / 'abc'[gone]}|whose first directory was not named"
+            GoneError, match=f"{tmp_path / 'abc'[gone]}|the first directory of this store is not in"
         ):
             train(dirs, 3)
         shutil.rmtree(tmp_path / "abc"[gone], ignore_errors=True)

@@ -265,7 +265,7 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
     store.tiers[1].prepare(0, b"")
     store.close()
     with pytest.raises(
-        GoneError, match="holds step 0 of a store whose first directory was not named"
+        GoneError, match="holds step 0 of a store, but the first directory of this store is not in"
     ):
         open_store([tmp_path / "b"])  # its disk is not mounted
     assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()
@@ -357,7 +357,7 @@ def test_a_damaged_newest_record_is_not_an_older_copy(tmp_path: Path) -> None:
 
     with pytest.raises(DamagedError, match=r"ledger.0: the newest record is damaged") as raised:
         open_store([tmp_path], accept=accept)
-    assert "goes back to step 1" in str(raised.value) and "put the newer" not in str(raised.value)
+    assert "continue from step 1" in str(raised.value) and "newer copy" not in str(raised.value)
     opened([tmp_path]).close()  # a start that accepts step 1 may have it
 
 
@@ -385,7 +385,7 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
         ) as raised:
             open_store(given)
         assert "moved_from" in str(raised.value)
-    with pytest.raises(GoneError, match="first directory was not named"):
+    with pytest.raises(GoneError, match="first directory of this store is not in the list"):
         open_store([copy[1]])
     flipped(copy[1] / "gen-1" / "store.json", 99)
     with pytest.raises(DamagedError, match=r"copy/b/gen-1/store.json"):

@@ -6,7 +6,8 @@ to nearest even, overflow gives infinity, subnormals are exact, and a NaN stays 
 payload.
 
 The machine must be little-endian. Starts no threads and does not hold the GIL. After a change of
-`widen` or `put`, remove `__pycache__`, because numba then uses outdated kernels of other files.
+`widen` or `put`, remove `__pycache__`. Otherwise numba continues to use cached kernels of other
+files, which contain the old code of `widen` or `put`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def kernel(function: Any) -> Any:
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a view of the array whose type tells kernels the format `dtype`."""
+    """Return the array as a view in the numpy type that stands for the format `dtype` in kernels
+    (see the top of this file)."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(
             f"an array of {array.dtype} cannot hold {dtype}",

@@ -1,11 +1,11 @@
 """TorchRule, for torch optimizers that have no compiled rule: it runs torch's own step on flat
-slices. Also checks and times rules that are not part of roadtrain.
+slices. This module also checks rules that are not part of roadtrain, and measures their speed.
 
 For each update, the user's optimizer is rebuilt with one flat parameter, and with views of the
 state arrays as its state. A trial run finds out which state the optimizer's class keeps.
 
-All state must be in `optimizer.state[p]`, as fp32 tensors with the shape of p and as single
-numbers. Closures, sparse or complex parameters and 8-bit state are not supported.
+All state must be in `optimizer.state[p]`. Each entry must be an fp32 tensor with the shape of p, or
+a single number. Closures, sparse or complex parameters and 8-bit state are not supported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer, which torch
-lacks.
+"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a torch optimizer. torch has no Lion.
 
 Gives the same bits as the compiled rule. Does NOT take sparse or complex parameters.
 """

@@ -47,15 +47,15 @@ class _Native(Rule):
 
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
-        """Advance the row of scalars by one step. Returns the formula's arrays (None for an array
-        that the rule does not keep), the sign of the gradient (-1 to maximize, otherwise 1), and
-        the formula's scalars."""
+        """Advance the row of scalars by one step. Returns the arrays that `formula` takes (None for
+        an array that the rule does not keep), the sign by which the gradient is multiplied (-1 to
+        maximize, otherwise 1), and the scalars that `formula` takes."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
     ) -> tuple[list[Array | None], np.float32, tuple[np.float32 | None, ...]]:
-        """Return the formula's three arrays, the factor by which the gradient is multiplied, and
-        the formula's scalars, rounded to float32."""
+        """Return the three arrays that `formula` takes, the factor by which the gradient is
+        multiplied, and the scalars that `formula` takes. All scalars are float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow

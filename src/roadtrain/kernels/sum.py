@@ -87,8 +87,8 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
 
 
 def sum_in_order(total: np.ndarray, gradients: Iterable[tuple[np.ndarray, str]]) -> None:
-    """Set `total`, float32 [N], to the sum of `gradients`, added in their order: that of workers or
-    hosts (Rule 1).
+    """Set `total`, float32 [N], to the sum of `gradients`. The gradients are added in the order of
+    the iterable, so callers pass them in the order of the workers or of the hosts.
 
     gradients: pairs of an array [N] and its dtype. An iterator may reuse one buffer for all
     gradients. The first gradient may be `total` itself. Without gradients, `total` becomes 0.

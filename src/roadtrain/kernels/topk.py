@@ -85,8 +85,8 @@ def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
 @kernel
 def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any) -> Any:
     """Write to `index` and `value` all elements above the k-th magnitude `kth`, and the first
-    `ties` elements equal to it. If x holds candidates, `candidates` has their original indices,
-    otherwise None."""
+    `ties` elements equal to it. `candidates` is None if x is the original array. If x holds only
+    selected elements, `candidates` holds the index of each of them in the original array."""
     at = 0
     for i in range(x.size):
         key = magnitude(x[i])

@@ -1,7 +1,8 @@
-"""The state dict of a placed optimizer, which only refers to the store or contains all values.
+"""The state dict of a placed optimizer. It contains either all values or only a reference to the
+store.
 
-Its "roadtrain" entry has the keys "step", "job", "history" and "where". When a reference is loaded,
-the entry is compared with the store.
+The "roadtrain" entry of the state dict has the keys "step", "job", "history" and "where". When a
+reference is loaded, the entry is compared with the store.
 
 A state dict with all values also has torch's "state" and two more "roadtrain" keys: "masters", the
 fp32 values of 16-bit parameters, and "parameters", a checksum of the parameters that belong to this

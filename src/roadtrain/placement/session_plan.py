@@ -69,7 +69,7 @@ class Request:
 
     @property
     def staleness(self) -> int:
-        """The number of latest updates that the parameters of a step may lack."""
+        """The largest number of updates that may be missing from the parameters of a step."""
         return self.delay.staleness if self.delay else 0
 
     @property

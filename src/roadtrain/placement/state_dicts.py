@@ -50,8 +50,8 @@ class ValueSource(Protocol):
     """The methods of PlacedOptimizer through which this module reads and writes the store."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
-        """Context manager whose target is a function that reads the values after the last step().
-        Raises LoopError if the values cannot be read now."""
+        """Context manager whose target is a function that reads values from the store. The values
+        include the update of the last step(). Raises LoopError if they cannot be read now."""
 
     def write_staged(self) -> None:
         """Write staged values to the store."""

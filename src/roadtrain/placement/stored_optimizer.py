@@ -418,8 +418,9 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._states.where
 
     def square_sums(self) -> dict[int, float]:
-        """Return the sums of squares of this step's gradients, summed over all workers before
-        squaring. Waits until all workers have pushed their gradients.
+        """Return the sum of squares of the gradient of each parameter in this step. With several
+        workers, the gradients of all workers are added first, and the elements of their sum are
+        squared. Waits until all workers have pushed their gradients.
 
         Returns:
             A dict from parameter index to sum of squares, for parameters with a gradient.
@@ -480,8 +481,9 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Pieces]:
-        """Context manager whose target is a function that reads the values after the last step().
-        After `close`, it reads the files of the store."""
+        """Context manager whose target is a function that reads values from the store. The values
+        include the update of the last step(). After `close`, the function reads the store's files.
+        """
         if not self._closed or self._placed_again:
             self.check_usable()
             self._check_not_updating()

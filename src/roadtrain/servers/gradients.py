@@ -31,7 +31,8 @@ class PushedGradients:
     """The gradients of one server's chunks.
 
     They are summed in fp32, first over the workers of each host, then over the hosts (Rule 1).
-    Several pushes of one worker are accumulated in the chunk's dtype, also if they were downcast.
+    If a worker pushes several gradients of a chunk, these are summed in the chunk's dtype, even if
+    the gradients were sent in a smaller dtype.
 
     Args:
         chunks: The server's chunks by number.

@@ -136,8 +136,8 @@ class FoundStores:
         if decided.lost:
             raise ForeignError(
                 decided.why,
-                hint="name the servers in the original order; if memory was lost before all servers"
-                " had a snapshot, start again in empty directories",
+                hint="name the servers in the original order; if servers lost the contents of RAM"
+                " before all had a snapshot, start again in empty directories",
             )
         raise StaleError(decided.why, hint=decided.hint)
 

@@ -384,8 +384,8 @@ class RemoteServers:
             server.close()
 
     def _leave_witness(self) -> None:
-        """If there are two servers and no run directory, record at one server that it may resume
-        without the other.
+        """If there are two servers and no run directory, record at one server that this server
+        may resume without the other server.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self.reach.mark is not None or not pair:

@@ -69,8 +69,8 @@ class ServerSession(ParameterSession):
     """
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
-        """Create the session. `beside` returns the bytes of memory that the session must not use,
-        once the layout of the store is known.
+        """Create the session. `beside` is called when the layout of the store is known, and
+        returns the number of bytes of memory that the session must not use.
         """
         super().__init__(hello.workers, hello.local)
         self.name, self.number, self._beside = hello.session, hello.server, beside
@@ -186,8 +186,8 @@ class ServerSession(ParameterSession):
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
             raise WireError(
-                "an Open frame must come from worker 0, only once, and with the number of this"
-                f" server ({self.number}) and of all servers"
+                "an Open frame must come from worker 0, only once, and must contain the index of"
+                f" this server ({self.number}) and the correct count of servers"
             )
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
@@ -274,8 +274,8 @@ class ServerSession(ParameterSession):
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
             raise WireError(
-                "a Fill frame must come from worker 0, while this server's part of the store is new"
-                " and not complete"
+                "a Fill frame must come from worker 0, and this server's part of the store must be"
+                " new and not yet complete"
             )
         if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
             raise WireError(f"chunk {chunk.id} has {expected} bytes, but {len(payload)} arrived")

@@ -171,7 +171,7 @@ class JobSession:
         self.servers = servers = before.again(step)
         if servers.numbers != before.numbers:
             raise LostError(
-                f"servers {list(before.numbers)} must be filled again, but only servers"
+                f"new values must be written to servers {list(before.numbers)}, but only servers"
                 f" {list(servers.numbers)} answer"
             )
         self.worker.links.update(servers.connect(self.worker.deliver, self.stages))

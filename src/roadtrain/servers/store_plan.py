@@ -38,7 +38,7 @@ class StorePlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The server of each chunk, chosen by the weights."""
+        """The server of each chunk. Servers get elements in proportion to `weights`."""
         return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
 
     @property
@@ -110,7 +110,7 @@ def fill_record(
 ) -> memoryview:
     """Return the initial record of `chunk`, with values from `source`.
 
-    `groups` are the optimizer's parameter groups, to which residuals do not belong.
+    `groups` are the optimizer's parameter groups, without groups of residuals.
     """
     view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)

@@ -3,8 +3,9 @@ store to other blocks, chunks, dtypes or directories.
 
 A *source* is a function that returns elements [start, stop) of one array of a parameter: "master"
 (fp32; for a frozen parameter, its own dtype), a state array (fp32) or a state scalar (one float64).
-None stands for no change. The weights of trainable parameters are always cast from the fp32 master,
-so a conversion loses nothing. Values of bf16 and fp16 are arrays of dtype uint16.
+If a source returns None, the array in the record is not changed. The weights of trainable
+parameters are always cast from the fp32 master, so a conversion loses nothing. Values of bf16 and
+fp16 are arrays of dtype uint16.
 
 Needs memory for a few records. Reads no other file formats.
 """

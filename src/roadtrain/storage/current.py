@@ -75,12 +75,12 @@ def current(directory: Path) -> Generation | None:
     """Return the current generation of a directory. Writes nothing.
 
     Returns:
-        The current generation, or None if CURRENT is missing or contains 0. A 0 that a user wrote,
-        without a checksum, is ignored if there is a complete generation.
+        The current generation, or None if CURRENT is missing or contains 0. A 0 without a checksum
+        was written by a user, and is ignored if there is a complete generation.
 
     Raises:
-        DamagedError: CURRENT is damaged, and no generation is complete. Or CURRENT names no
-            existing generation, and the complete generations belong to several stores.
+        DamagedError: CURRENT is damaged, and no generation is complete. Or CURRENT is damaged or
+            names a missing generation, and the complete generations belong to several stores.
         GoneError: CURRENT names a missing generation, and no generation is complete.
     """
     content = read_or_none(directory / NAME)

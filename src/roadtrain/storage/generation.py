@@ -82,7 +82,8 @@ class OpenedStore:
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
-        """Begin a new session, which all later ledger records name. Writes nothing.
+        """Begin a new session. All later ledger records contain the id of this session. Writes
+        nothing.
 
         Returns:
             A witness for the run directory, by which the next start recognizes the store.
@@ -309,8 +310,8 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
             f" {store.step}: {error}".partition("\nhint:")[0],
             hint=(
                 f"nothing was changed: restore {' and '.join(damaged)} from a copy (the disk may be"
-                f" failing); without a copy, --new-store (run.new_store) goes back to step"
-                f" {store.step} and repeats the later steps"
+                f" failing); without a copy, pass --new-store (run.new_store) to continue from step"
+                f" {store.step} and to repeat the later steps"
             ),
         ) from error
 
@@ -457,8 +458,9 @@ def _unnamed(found: Generation) -> Generation:
 
 
 def _roots(named: Iterable[Path]) -> list[Generation]:
-    """Return the complete generations of directories without CURRENT. A generation is complete if
-    directory 0 has a ledger record, because this record is written last."""
+    """Return the complete generations of those stores whose directory 0 is in `named`, but has no
+    file CURRENT. A generation is complete if its ledger in directory 0 of the store has a record,
+    because this record is written last."""
     found = _all(d for d in named if not (d / NAME).exists())
     return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
 
@@ -528,9 +530,9 @@ def _check_unfinished(named: Iterable[Path]) -> None:
         alone = (generation.job, generation.number) not in begun
         if generation.step > 0 or (generation.step == 0 and alone):
             raise GoneError(
-                f"{generation.home.parent}: holds step {generation.step} of a store whose first"
-                " directory was not named",
-                hint="nothing was changed: name all directories of the store; mount their disks",
+                f"{generation.home.parent}: holds step {generation.step} of a store, but the first"
+                " directory of this store is not in the list of directories",
+                hint="nothing was changed: mount all disks of the store, and name its directories",
             )
 
 

@@ -9,19 +9,21 @@ Note "empty links": a link is empty if its session has trained no step. This is 
 its servers holds no step of the session, or never stored the link. Empty links at the end of a
 history are ignored.
 
-Note "forked": two histories have forked if, without their empty links, neither begins with the
-other. Only the user can tell which history to continue, so the start is refused.
+Note "forked": after the empty links at their ends are removed, one of two histories must be the
+beginning of the other. Otherwise the histories have forked. Only the user can tell which history to
+continue, so the start is refused.
 
 Note "who may hold more": a server that has not answered may hold a later step. Such a step can only
 have been trained together with a server of the last link. So a start is safe if all servers of the
 last link have answered. With three or more servers, a majority that has a history suffices: every
 session had a majority, and any two majorities share a server.
 
-With two servers, if only one has answered, a witness must confirm that the missing server was not
-trained alone. The witness is the mark (storage/mark.py) of the run that began the last session. If
-there is no mark, the witness is worker 0 of the last session, while this worker lives. Worker 0
-lets at most one server continue without the other. Without a witness, the user must decide
-(argument `given_up` of `Histories.resume`).
+If a job has two servers and only one has answered, the missing server may have been trained
+without the other. A witness must rule this out. The witness is the file mark.json (storage/mark.py)
+in the run directory, if this run began the last session. If there is no such file, the witness is
+worker 0 of the last session, as long as its process lives. Worker 0 lets at most one server
+continue without the other. Without a witness, the user must decide (argument `given_up` of
+`Histories.resume`).
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ class Histories:
 
         Args:
             witness: The witness that the run directory contains, or None.
-            given_up: Numbers of the servers whose stored data is to be discarded. These servers are
-                not in `found`.
+            given_up: Numbers of the servers whose stored data is to be discarded. The argument
+                `found` of Histories must not contain these servers.
 
         Returns:
             A `Resume` with the step to continue from, or an `Unclear` with the reason to wait.

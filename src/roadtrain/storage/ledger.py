@@ -182,7 +182,7 @@ class Ledger:
             self._files[number].sync(f"of {what}")
 
     def begin_session(self) -> tuple[str, str]:
-        """Begin a new session, which all further records name.
+        """Begin a new session. All later records contain the id of this session.
 
         Returns:
             The id of the session that trained the last step ("" if unknown), and the id of the new

@@ -173,7 +173,7 @@ class Mark:
             return StaleError(
                 f"{where}: the store is at step {step}, but {ours}",
                 hint=f"{_KEPT}this is an older copy: restore the newer copy, or name its location;"
-                f" {_ANYWAY} goes back to step {step} and repeats the later steps",
+                f" pass {_ANYWAY} to continue from step {step} and to repeat the later steps",
             )
         return None
 

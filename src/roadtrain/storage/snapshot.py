@@ -48,7 +48,7 @@ def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
     """Return the steps for which `directory` has records, and the description of the store. If
-    there is none, return () and None."""
+    `directory` holds no store, return () and None."""
     tier = open_part(directory, read_only=True)
     if tier is not None:
         tier.close()

@@ -258,7 +258,7 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the reference to the saved device tensor, whose copy to host memory must be
+        """Drop the reference to the saved device tensor. Called when the copy to host memory is
         complete."""
         if ticket.event is None:
             return

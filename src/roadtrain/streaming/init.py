@@ -1,14 +1,14 @@
 """Initial values for a model that was built on `meta`. The values are computed for one block at a
 time, so the whole model is never in memory.
 
-    for part in (split.root, *split.blocks):  # the root is first, see below materialize(part,
-    split, init)        # init: a function of the user that initializes a
-                                              # module, or None for the model's own initialization
+    for part in (split.root, *split.blocks):  # the root must be first, see below
+        materialize(part, split, init)
         ...use the values of part.params (CPU, the parameter's own dtype)...
         release(part.params)
 
-The model's own initialization is `_initialize_weights` of the nearest enclosing Hugging Face model,
-or else `reset_parameters()` of each module.
+`init` is a function of the user that initializes a module, or None for the model's own
+initialization: `_initialize_weights` of the nearest enclosing Hugging Face model, or else
+`reset_parameters()` of each module.
 
 The root must be first, because the initialization of its modules may write to blocks; blocks are
 still on `meta` then, where a write has no effect. The same `torch.manual_seed` gives the same

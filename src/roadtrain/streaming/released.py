@@ -131,8 +131,9 @@ def in_child(maker: int) -> LoopError:
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """Change `params` in a forked child, which does not have their memory, so that reading a
-    parameter raises LoopError. `maker` is the id of the process that placed the model."""
+    """Make every read of a parameter in `params` raise LoopError in this forked child, because the
+    child does not have the memory of the parameters. `maker` is the id of the process that placed
+    the model."""
     global _maker
     _maker = maker
     for _, p in params:

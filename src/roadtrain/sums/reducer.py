@@ -74,7 +74,7 @@ class _ReducerConnection(WorkerConnection):
         if kind != sum_frames.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(
                 f"worker {self.rank} sent a payload of {nbytes} bytes in a frame of kind {kind},"
-                f" which does not fit the elements, format and `summed` of the frame: {fields[3:]}"
+                f" which does not fit the header (elements, format, is a sum): {fields[3:]}"
             )
         where = fields.key, fields.start
         buffer = self.buffers.get(where)

@@ -73,8 +73,9 @@ class SpareHosts:
 
 
 def watch(hosts: SpareHosts, coordinator: Coordinator, options: TcpOptions) -> Callable[[], None]:
-    """Watch the list of spare hosts in a thread: offer new hosts that answer to the coordinator,
-    and remove hosts that are no longer listed. Returns a function that ends the thread."""
+    """Watch the list of spare hosts in a thread. A new host is offered to the coordinator once the
+    host answers. A host that is no longer listed is removed. Returns a function that ends the
+    thread."""
     # address -> (time of the next attempt, seconds from that attempt to the following one)
     over, attempts = threading.Event(), dict[str, tuple[float, float]]()
     silent = dict[str, str]()  # address -> last reported reason why the host does not answer

@@ -174,8 +174,8 @@ class TensorSums:
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum, or raise its error, which is not set in the future, because DDP would
-        take it for the sum."""
+        """Return the sum that `future` holds, or raise the error of the failed operation. An error
+        is never stored in `future`, because DDP would use it as the sum."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:

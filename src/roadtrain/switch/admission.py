@@ -55,7 +55,7 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
 
 
 class SlotQuota:
-    """The memory budget of a switch, from which each job reserves slots of its table.
+    """The memory budget of a switch. Each job reserves the memory for the slots of the job's table.
     Thread-safe.
     """
 

@@ -1,13 +1,14 @@
-"""The fan-in end: it receives the sums of a job's switches in a server's process, and sends
-parameters to all participants. A participant is a worker, or the relay of a host for its workers.
+"""The fan-in end: a part of a server's process. It receives the sums that the job's switches send,
+and sends parameters to all participants. A participant is a worker, or the relay of a host for the
+workers of this host.
 
     participants --TCP--> FanInEnd --local link--> ServerSession       all frames but bulk data
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming
     switches     <==UDP== FanInEnd: parameters, maxima                 Outgoing
 
-To the server, all participants together look like one relay that pushes sums in fp32.
-switch/protocol/fan_in.py makes the decisions. Does NOT restart switches, and stores nothing on
-disk.
+To the server, all participants together look like one relay that pushes sums in fp32. The state
+machine is in switch/protocol/fan_in.py. The fan-in end does NOT restart switches, and stores
+nothing on disk.
 """
 
 from __future__ import annotations

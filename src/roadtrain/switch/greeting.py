@@ -1,5 +1,5 @@
-"""The greeting that a fan-in participant sends to the fan-in end, and the checks of the
-fan-in end.
+"""The greeting that a fan-in participant sends to the fan-in end, and the checks that the fan-in
+end makes on this greeting.
 """
 
 from __future__ import annotations

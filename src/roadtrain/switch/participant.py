@@ -108,8 +108,8 @@ class Granted:
         """
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(
-                f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}, but packets"
-                f" must be at least {self.ready} and chunks at most {len(self._chunks) - 1}"
+                f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}; the lowest"
+                f" free number is {self.ready}, and the last chunk is {len(self._chunks) - 1}"
             )
         gradient = NOTHING
         if grant.announced:

@@ -128,8 +128,9 @@ class PacketSender:
     ) -> None:
         """
         Args:
-            delay_s: Seconds added to the retransmission timeout. Different delays keep several
-                senders of the same numbers from resending at the same time.
+            delay_s: Seconds added to the retransmission timeout. If several senders send the
+                packets with the same numbers, different delays keep them from resending at the
+                same time.
         """
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed

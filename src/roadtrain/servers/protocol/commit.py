@@ -9,12 +9,13 @@ With replicas, all servers get Commit(s, blob). Before that, each server reports
 records that it wrote (Written). If the two servers of a chunk wrote different bytes, no server
 prepares the step.
 
-Note "two sums": for the chunks of each owner, both servers report two sums modulo 2^64: the sum of
-the checksums, and the sum of the products checksum * (chunk number + 1). If only one chunk differs,
-the quotient of the two differences is (chunk number + 1), which identifies the chunk.
+Note "two sums": for the chunks of each owner, each of the two servers reports two sums modulo 2^64.
+The plain sum adds the checksums, and the weighted sum adds checksum * (chunk number + 1). If the
+servers differ in only one chunk, their weighted sums differ by (chunk number + 1) times the
+difference of their plain sums, which identifies the chunk.
 
-A separate server has the residuals of this worker. It prepares each step before the commit is sent,
-so it has every step from which the job may resume.
+A separate server stores the residuals of this worker. Commit is sent only after this server has
+prepared the step, so the residuals of the last committed step are always stored.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class CommitStateMachine:
         self.diverged: Diverged | None = None
 
     def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
-        """End the step, after which it has no further updates. The servers pass `word` on to all
-        workers.
+        """End the step, after which it has no further updates. The first server passes the
+        bytes `word` on to all workers.
         """
         assert step == self.ended + 1
         self.ended = step

@@ -421,7 +421,7 @@ class WorkerStateMachine:
         """Begin the update of `block` as part of `step`. Later pulls request the next version.
 
         Parameters for which `scales(param)` is None are not updated. A single worker skips chunks
-        without a gradient. Several workers request the update of every chunk.
+        without a gradient. If there are several workers, each requests the update of every chunk.
         """
         state, workers = self.blocks[block], self.workers_of(block)
         assert step == self.open_step
@@ -462,7 +462,8 @@ class WorkerStateMachine:
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
         """End `step`. Requires `may_end`, and that all updates of the step have begun.
 
-        The servers pass `word` on to all workers.
+        `word` holds any bytes for the other workers. The first server passes them on to all
+        workers.
         """
         assert self.may_end(step)
         out = _sends(self.commit.end_step(step, word))

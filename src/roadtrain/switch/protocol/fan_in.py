@@ -152,8 +152,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         Args:
             buffers: Number of buffers for parameters.
             sums: Number of buffers for sums of gradients.
-            packets: Takes the number of a chunk. Returns the numbers of packets for its exponents
-                and for its gradient.
+            packets: Takes the index of a chunk. Returns two counts: how many packets the chunk's
+                exponents take, and how many its gradient takes.
             now_s: The current time, by the clock of the ticks.
             replicated: Whether another server has the same chunks and must compute the same bytes.
         """
@@ -361,7 +361,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
-        """Return the step that the first messages of all workers name. Raises LoopError if they
+        """Return the step in the first message of each worker. Raises LoopError if the steps
         differ.
         """
         steps = [x.step for x in chunk.heads if isinstance(x, (m.Close, m.ApplyUpdate))]

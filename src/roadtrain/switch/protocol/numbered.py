@@ -201,7 +201,9 @@ class NumberedSender:
         return before.bit_count() - missing.bit_count() > again
 
     def _missing(self, below: int) -> int:
-        """Return the numbers less than `below` that have not arrived, as an int (see NOTE sets)."""
+        """Return the set of the numbers less than `below` that have not arrived. The int encodes
+        the set (see NOTE sets).
+        """
         return ~self.beat.have & ((1 << max(0, below - self.ack)) - 1)
 
     def _take_lost(self, most: int) -> range:
