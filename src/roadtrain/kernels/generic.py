@@ -100,8 +100,7 @@ class TorchRule(Rule):
             now = _plain(group[key]) if key not in SPEED_ONLY else value
             if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
                 raise RuleError(
-                    f"{self.cls.__name__}: the option {key} changed from {value!r} to {now!r}"
-                    " during training",
+                    f"{self.cls.__name__}: the option {key} changed from {value!r} to {now!r}",
                     hint=f"keep {key} at {value!r} during the whole training",
                 )
             out.extend(_numbers(now))
