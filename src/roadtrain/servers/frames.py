@@ -368,10 +368,7 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     if not dtype:
         return dense
     if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(
-            f"a gradient of chunk {chunk.id} ({chunk.dtype}) cannot be downcast to {dtype!r}; only"
-            " fp32 gradients can be downcast, to bf16 or fp16"
-        )
+        raise WireError(f"chunk {chunk.id}: its {chunk.dtype} gradient cannot be sent as {dtype!r}")
     return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 

@@ -192,10 +192,7 @@ class ServerSession(ParameterSession):
         meta, rules = _described(bytes(payload))
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
-            raise WireError(
-                "an Open frame must come from worker 0, only once, and with the number of this"
-                f" server ({self.number}) and of all servers"
-            )
+            raise WireError("an Open frame must come once, from worker 0, and fit this server")
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
         self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
@@ -281,10 +278,7 @@ class ServerSession(ParameterSession):
         """Write the initial record of a chunk."""
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
-            raise WireError(
-                "a Fill frame must come from worker 0, while this server's part of the store is new"
-                " and not complete"
-            )
+            raise WireError("a Fill frame must come from worker 0, into a new, incomplete part")
         if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
             raise WireError(f"chunk {chunk.id} has {expected} bytes, but {len(payload)} arrived")
         with self._stored():
@@ -295,10 +289,7 @@ class ServerSession(ParameterSession):
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
         """Publish the new part of the store, which is now complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
-            raise WireError(
-                "a Settle frame must come from worker 0, before the session begins, and only if"
-                " this server's part of the store is new"
-            )
+            raise WireError("a Settle frame must come once, from worker 0, and for a new part")
         with self._stored():
             if self.tier.step < 0:
                 self.tier.prepare(self._step, bytes(payload))
@@ -312,10 +303,7 @@ class ServerSession(ParameterSession):
         """Start serving the open store."""
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
-            raise WireError(
-                "a Begin frame must come from worker 0, only once, and when the store is open and"
-                " complete"
-            )
+            raise WireError("a Begin frame must come once, from worker 0, to a complete store")
         with self._stored():
             self._serve(tier, meta)
 

@@ -289,8 +289,7 @@ class ShardedOptimizer:
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: the gradient of {name!r} was set by hand, so it would not be"
-                    " summed over the ranks",
+                    f"{self._step}: the gradient of {name!r} was set by hand, so it is not summed",
                     hint="let backward() compute the gradients",
                 )
 

@@ -218,9 +218,7 @@ class PartReader:
             if table.key != self.key or table.format != 1:
                 raise ValueError(f"it is of {table.key}, format {table.format}")
             if (size := _size(path.with_suffix(f".{PIECES}"))) != table.nbytes:
-                raise ValueError(
-                    f"the pieces file has {size} bytes, but the table states {table.nbytes} bytes"
-                )
+                raise ValueError(f"its pieces have {size} bytes, but the table says {table.nbytes}")
         except (StoreError, ValueError) as error:
             self.notes.append(f"{path}: ignored ({error})")
             return
