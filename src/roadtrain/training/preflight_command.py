@@ -93,8 +93,7 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
     ranks, rest = divmod(parallelism.devices, per_rank)
     if rest:
         raise ConfigError(
-            f"the job's parallelism ({parallelism}) has {parallelism.devices} ranks, not a multiple"
-            f" of {per_rank} per host",
+            f"{parallelism} has {parallelism.devices} ranks, not a multiple of {per_rank} per host",
             hint="set --devices to the number of ranks of each host",
         )
     return ranks
