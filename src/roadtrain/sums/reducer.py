@@ -78,8 +78,7 @@ class _ReducerConnection(WorkerConnection):
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if kind != sum_frames.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(
-                f"worker {self.rank} sent a payload of {nbytes} bytes in a frame of kind {kind},"
-                f" which does not fit the elements, format and `summed` of the frame: {fields[3:]}"
+                f"worker {self.rank}: {nbytes} bytes do not fit frame {kind}, fields {fields[3:]}"
             )
         where = fields.key, fields.start
         buffer = self.buffers.get(where)
@@ -160,8 +159,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         where = part.key, part.start
         if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
             raise WireError(
-                f"worker {worker.rank} pushed a part of {part.elements} elements of {part.format}"
-                f", but its payload of {nbytes} bytes is empty or has the wrong size"
+                f"worker {worker.rank} sent {nbytes} bytes for {part.elements} {part.format} values"
             )
         worker.coming.discard(where)
         with self.lock:

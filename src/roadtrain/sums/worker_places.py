@@ -61,8 +61,7 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
     hosts = len({hello.host for hello in hellos})
     if hosts > 1 and not all(hello.listens for hello in hellos):
         raise ConfigError(
-            f"workers on {hosts} hosts must accept links from each other, but a worker has tls"
-            " without cert or ca",
+            f"workers on {hosts} hosts must accept links, but a worker has tls without cert or ca",
             hint="give every worker tls=Tls(cert, key, ca) of its host",
         )
     if hosts > 1 and not first.has_token and not all(hello.loopback for hello in hellos):

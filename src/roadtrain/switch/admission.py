@@ -46,10 +46,7 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
     """Return a copy of a greeting in which the session name is printable. Raises WireError if the
     greeting is invalid."""
     if hello.first > ROOT - hello.children:
-        raise WireError(
-            f"the first child of a switch with {hello.children} children has the sender number"
-            f" {hello.first}, but the maximum is {ROOT - hello.children}"
-        )
+        raise WireError(f"the first child's number {hello.first} exceeds {ROOT - hello.children}")
     shown = "".join(c for c in hello.session if c.isprintable())[:MOST_NAME]
     return hello._replace(session=shown)
 

@@ -69,9 +69,7 @@ def _spare_bits(workers: int, width: int) -> int:
     workers does not overflow. The result is 8 width - 1 - L, where L = ceil(log2 workers). Raises
     ConfigError if `width` is not supported, or is too small for so many workers."""
     if width not in INTEGER:
-        raise ConfigError(
-            f"integers of {width} bytes are not supported", hint="use 1, 2 or 4 bytes"
-        )
+        raise ConfigError(f"{width}-byte integers are not supported", hint="use 1, 2 or 4 bytes")
     bits = 8 * width - 1 - (workers - 1).bit_length()
     if workers < 1 or bits < 1:
         raise ConfigError(

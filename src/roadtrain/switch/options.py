@@ -90,9 +90,7 @@ class FanIn:
             raise ConfigError("fan_in has no switch", hint="add switches = [{address = ...}]")
         names = [node.address for node in self.switches]
         if not all(names):
-            raise ConfigError(
-                "fan_in: a switch has no address", hint="give the HOST:PORT of each switch"
-            )
+            raise ConfigError("fan_in: a switch has no address", hint="give its HOST:PORT")
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"fan_in: switch {sorted(twice)[0]} is listed twice")
         for node in self.switches:
