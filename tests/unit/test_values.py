@@ -158,7 +158,7 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
         (
             {"store": Servers([A], fan_in=[B]), "group": WorkerIdentity(workers=65)},
-            "switch 10.0.0.2:7000 has 65 children, 1 to 64",
+            "10.0.0.2:7000 has 65 children, not 1 to 64",
         ),
     ],
 )

@@ -168,8 +168,7 @@ class TorchRule(Rule):
         for key in state.keys() - {f.key for f in self.fields}:
             if state[key] is not None:
                 raise RuleError(
-                    f"{self.cls.__name__} added the state {key!r} after more than {PROBE_STEPS}"
-                    " steps",
+                    f"{self.cls.__name__} added state {key!r} after more than {PROBE_STEPS} steps",
                     hint=HINT,
                 )
         for bit, f in enumerate(self.fields):

@@ -201,8 +201,7 @@ def check_names(machines: Machines, cluster: Cluster) -> None:
         if names
     ]
     raise ConfigError(
-        "[machines] and [cluster] of the plan must name the same hosts with devices, but"
-        f" {'; '.join(parts)}",
+        f"[machines] and [cluster] must name the same hosts with devices, but {'; '.join(parts)}",
         hint="if a kind K of [cluster] has one host, [machines] must call it K, else K0, K1, ...;"
         " roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
     )

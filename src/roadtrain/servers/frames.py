@@ -346,8 +346,7 @@ def apply_update(
     n = len(chunk.spans)
     if len(payload) != 9 * n:
         raise WireError(
-            f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, but has"
-            f" {len(payload)} bytes"
+            f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, not {len(payload)}"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]

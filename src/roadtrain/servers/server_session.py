@@ -224,8 +224,7 @@ class ServerSession(ParameterSession):
         restore(self.kept, tier)
         tier.on_write = counted
         self.host.report(
-            f"{directory}: back to step {fields.snapshot}, from the snapshot in"
-            f" {self.store.snapshot}"
+            f"{directory}: back to step {fields.snapshot} of the snapshot in {self.store.snapshot}"
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:

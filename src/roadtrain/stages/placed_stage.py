@@ -243,8 +243,7 @@ class PlacedStage:
         would not notice that the values change."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
-                f"the servers of this stage hold other values for step {steps_done} than the job's"
-                " snapshot",
+                f"this stage's servers hold other values for step {steps_done} than the snapshot",
                 hint="give this stage the servers of this run, or empty servers",
             )
 

@@ -282,8 +282,7 @@ class ShardedOptimizer:
         for name, p in self.parameters.late.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: parameter {name!r} was frozen when training began but has a"
-                    " gradient now",
+                    f"{self._step}: parameter {name!r} was frozen at the start, but has a gradient",
                     hint="let the parameter require gradients at the start; freeze it afterwards",
                 )
         for name, p in self.parameters.trainable.items():

@@ -234,8 +234,7 @@ class PartReader:
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
         if data.nbytes != at.nbytes or digest(data.data) != at.sum:
             raise DamagedError(
-                f"{path}: {what} at byte {at.offset}, of step {self.key.step}, does not match its"
-                " checksum",
+                f"{path}: {what} at byte {at.offset}, of step {self.key.step}, fails its checksum",
                 hint=_HINT,
             )
         return data if at.nbytes % 4 else data.view(np.float32)

@@ -66,8 +66,7 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
         )
     if hosts > 1 and not first.has_token and not all(hello.loopback for hello in hellos):
         raise ConfigError(
-            f"there are workers on {hosts} hosts without a token, so anybody who can reach a worker"
-            " could join",
+            f"workers on {hosts} hosts have no token, so anybody who can reach a worker could join",
             hint="use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
             " /dev/urandom | base64 > PATH)",
         )

@@ -174,8 +174,7 @@ class FanIn:
         for switch in self.switches:
             if not 1 <= (count := self.children(switch, workers)) <= MOST_CHILDREN:
                 raise ConfigError(
-                    f"fan_in: switch {switch.address} has {count} children, 1 to {MOST_CHILDREN}"
-                    " are possible",
+                    f"fan_in: {switch.address} has {count} children, not 1 to {MOST_CHILDREN}",
                     hint="add a level of switches if there are too many",
                 )
 

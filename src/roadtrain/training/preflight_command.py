@@ -51,8 +51,7 @@ def command(
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices ({devices}) must be 1 or more, and --patience ({patience:g}) must be"
-            " above 0"
+            f"--devices ({devices}) must be 1 or more and --patience ({patience:g}) must be above 0"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
