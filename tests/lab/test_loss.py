@@ -98,7 +98,7 @@ def test_frames_count_what_the_rate_holds_for() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5])
 def test_what_is_no_share_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match=f"loss = {share} is not"):
+    with pytest.raises(ConfigError, match=f"loss = {share}, but must be"):
         LabNic(FAST, loss=share)
 
 

@@ -372,7 +372,7 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
         (hello_of(plan, hello(1, signature="y")), "another model"),
         (
             m.encode(hello(1)),
-            "worker 1 has no fan_in, but the other workers of the session have one",
+            "worker 1 has no fan_in, but others have one",
         ),
         (hello_of(plan, hello(1, "t")), "busy with a session of 3 participant"),
         (hello_of(plan, hello(0)), "busy"),
@@ -385,9 +385,7 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
         link.close()
     until(lambda: "session over" in host.log.read_text())
     greet(m.encode(hello(0, "u")))
-    with pytest.raises(
-        WireError, match="worker 1 has a fan_in, but the other workers of the session have none"
-    ):
+    with pytest.raises(WireError, match="worker 1 has a fan_in, but the others have none"):
         greet(hello_of(plan, hello(1, "u")))
     links[-1].close()
 

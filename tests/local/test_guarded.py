@@ -298,7 +298,7 @@ def test_workers_of_several_hosts_need_a_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "two"])
     for error in meeting.run([SpareHosts((), None, None)] * 2, {1: "192.0.2.1"}):
         with pytest.raises(
-            ConfigError, match=r"workers on 2 hosts without a token(?s:.*)token_file="
+            ConfigError, match=r"workers on 2 hosts have no token(?s:.*)token_file="
         ):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET), SpareHosts((), None, None)]):

@@ -267,7 +267,9 @@ def test_hosts_whose_text_or_optimizer_differs_do_not_mean_the_same(job):  # Rul
     ]
     hosts = HostCards("a", "a", ())
     for there in told[1:]:
-        with pytest.raises(ConfigError, match=r"the same job: (text|optimizer) = .*, and \1 = "):
+        with pytest.raises(
+            ConfigError, match=r"different jobs: (text|optimizer) = .* on the first, \1 = "
+        ):
             check_same(RankHello(0, 2, hosts, told[0], 2), {}, RankHello(1, 2, hosts, there, 2))
 
 

@@ -98,7 +98,7 @@ def test_a_parameter_that_came_after_place_is_refused():
     model, placed, scaler = place(Case(), None, **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     model.layers[0].register_parameter("late", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(LoopError, match=r"'layers\.0\.late' was added to the model after place"):
+    with pytest.raises(LoopError, match=r"'layers\.0\.late' was added after place"):
         run(Case(), model, placed, scaler, 1, 2)
     with torch.no_grad():
         model(torch.zeros(1, 4, dtype=torch.long))  # who only reads is not disturbed

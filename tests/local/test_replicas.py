@@ -217,7 +217,7 @@ def test_another_number_of_replicas_is_refused(cluster):
     two.sessions += 1
     running = Workers(LONG, two.where, two.home, 4, 1, session="other")
     assert running.join() == [3]
-    assert "made with replicas = 2, but replicas = 1 is requested" in running.errors()[0]
+    assert "has replicas = 2, but 1 are requested" in running.errors()[0]
     alone = Workers(LONG, two.where[:1], two.home, 4, 1, session="alone", replicas=2)
     assert alone.join() == [3] and "replicas = 2 with 1 server" in alone.errors()[0]
     two.train(3)

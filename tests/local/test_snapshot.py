@@ -202,7 +202,7 @@ def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
         int(line.rsplit(", ", 1)[1].split()[0]),
     )
     assert back % 4 == 0 and back > 0 and abs(back + steps - step) <= 2, (line, step)
-    assert f"back to step {back}, from the snapshot" in other.log.read_text()
+    assert f"back to step {back} of the snapshot" in other.log.read_text()
     same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
 
 

@@ -309,8 +309,8 @@ def test_a_state_of_other_parameters_is_refused():
                 {"state": {}, "param_groups": old[1]["param_groups"]},
                 "neither values nor a reference",
             ),
-            ({"state": {}, "param_groups": []}, "parameter groups"),
-            ({}, "not an optimizer's state dict"),
+            ({"state": {}, "param_groups": []}, "the optimizer's groups"),
+            ({}, "a dict with 'state' and 'param_groups'"),
             ({**old[1], "state": {0: {"momentum": torch.ones(1)}}}, "the optimizer needs"),
         ):
             with pytest.raises(LoopError, match=words):

@@ -381,7 +381,7 @@ class Silent(Receiver):
         ({"nonce": b"short"}, "length >= 16"),
         ({"child": -1}, ">= 0"),
         ({"job": 1 << 40}, "<= 4294967295"),
-        ({"first": 65535}, "sender number 65535, but the maximum is 655"),
+        ({"first": 65535}, "the first child's number 65535 exceeds 655"),
         ({"parent": (HOST, 0)}, ">= 1"),
         ({"parent": ("no such host.invalid", 5)}, "no such host"),
         ({"port": 1}, "asks for port 1, but this switch has"),

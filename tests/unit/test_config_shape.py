@@ -503,7 +503,7 @@ def test_what_is_not_understood_is_refused(config: dict[str, Any], said: str) ->
 
 
 def test_samples_longer_than_the_model() -> None:
-    with pytest.raises(ConfigError, match="have 2048 tokens, but the model supports at most 1024"):
+    with pytest.raises(ConfigError, match="have 2048 tokens, but the model allows 1 to 1024"):
         shape_of_config({"model_type": "gpt2", **PUBLISHED["gpt2"][1]}, seq_len=2048)
     with pytest.raises(ConfigError, match="so a number of tokens cannot be set"):
         found("vit-base", 12)

@@ -164,7 +164,7 @@ def test_a_device_that_the_program_set_is_kept(cuda):
 @pytest.mark.parametrize(
     ("asked", "environ", "says"),
     [
-        ("cuda", launched(2, 3), r"LOCAL_RANK is 2, but torch sees 2 cuda devices"),
+        ("cuda", launched(2, 3), r"no cuda:2: torch sees 2 cuda devices, but LOCAL_RANK is 2"),
         ("cuda", launched("x"), r"LOCAL_RANK is not an integer"),
         ("cuda:5", launched(0), r"cuda:5 is requested, but torch sees 2"),
         ("xpu", launched(0), r"xpu is not supported, only cuda and cpu are"),

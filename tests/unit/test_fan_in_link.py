@@ -373,9 +373,9 @@ def bad_maxima(it: Scene) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (bad_grant, "granted round 1 of chunk 0, but this participant has not announced"),
+        (bad_grant, "round 1 of chunk 0 was granted, but not announced"),
         (bad_parameters, "chunk 0, version 3, which was not requested"),
-        (bad_maxima, "unexpected maxima: packet 0, chunk 0, round 3"),
+        (bad_maxima, "unexpected maxima: packet 0 of chunk 0, round 3"),
     ],
 )
 def test_what_nobody_asked_for_ends_the_link(scene: Any, wrong: Any, words: str) -> None:

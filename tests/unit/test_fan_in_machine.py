@@ -407,7 +407,9 @@ def test_what_workers_differ_in_is_said():
         world.feed(update(5, 1, 1))
     world = World(2)
     world.announce(5, True, 0, 0)
-    words = "worker 1 announced another gradient of chunk 5 in this step, but no gradient"
+    words = (
+        "worker 1 announced its next gradient of chunk 5 in this step, but none was summed before"
+    )
     with pytest.raises(LoopError, match=words):
         world.announce(5, False, 1, 1)
     world = World(2)

@@ -86,7 +86,7 @@ def test_sums_land_where_they_belong_in_any_order(width, seed):  # Rule 6
 def test_packets_that_were_not_granted_are_refused():
     incoming = Incoming(64, 4, WORKERS)
     incoming.expect_exponents(0, 1, 0, 10)
-    with pytest.raises(WireError, match="packet number 1, but only numbers below 1 were granted"):
+    with pytest.raises(WireError, match="packet 1 arrived, but grants end before 1"):
         incoming.take(batch_of(Kind.EXPONENTS, [(1, [])]))
     words = "GRADIENT, but the packet's number was granted for EXPONENTS"
     with pytest.raises(WireError, match=words):

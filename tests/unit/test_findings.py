@@ -158,7 +158,7 @@ def hello(rank, world_size=4, name="a", job="", needed=0):
         ),
         (hello(1, 4, "b", needed=8), "parallelism has 8 ranks, but 4 were started"),
         (hello(0, 4, "b"), "host a and host b both have rank 0"),
-        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b do not have the same"),
+        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b have different jobs"),
     ],
 )
 def test_ranks_that_mean_different_starts(other, reason) -> None:

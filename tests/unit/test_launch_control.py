@@ -286,4 +286,4 @@ def test_a_new_run_of_a_name_does_not_find_what_the_one_before_left_in_the_lab(
 
 def test_a_notice_is_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--leaves", "run:gpu1", "--notice", "-1"]) == 2
-    assert "--notice is -1, but must be 0 or a larger number" in capsys.readouterr().err
+    assert "--notice is -1 s, but must be at least 0" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_what_was_never_sent_cannot_have_come() -> None:  # Rule 6
     sender = sent_to(NumberedReceiver(8))
     sender.next_numbers(4)
     for beat in (Heartbeat(5, 20), Heartbeat(2, 20, 0b100)):
-        words = "acknowledges packets below number 5, but only packets below number 4 were sent"
+        words = "5 packets are acknowledged, but 4 were sent"
         with pytest.raises(WireError, match=words):
             sender.heartbeat(beat)
 

@@ -214,6 +214,6 @@ def test_blocks_are_kept_until_backward_as_asked():
     few = 80 * MIB
     assert 0 <= slots(few)[1] < 8
     with pytest.raises(
-        BudgetError, match=rf"8 blocks .4.0 MiB each. .*only {slots(few)[0]} blocks fit .*80.0 MiB"
+        BudgetError, match=rf"8 blocks of 4.0 MiB .*only {slots(few)[0]} fit .*80.0 MiB"
     ):
         slots(few, buffering="all")

@@ -138,7 +138,7 @@ def test_what_cannot_be_a_model() -> None:
     for more, said in (
         ({"hidden_size": 4097}, "hidden_size 4097 is not divisible by 32 heads"),
         ({"head_dim": 256}, "needs head_dim = 128, but the config has 256"),
-        ({"attention_bias": True}, "does not count `attention_bias`"),
+        ({"attention_bias": True}, "does not count the config's `attention_bias`"),
         ({"model_type": "qwen3"}, "no formula gives the number of parameters of a `qwen3`"),
         ({"model_type": "mixtral"}, "with 0 experts cannot have 0 active per token"),
         ({"model_type": ""}, "model without model_type"),
@@ -155,7 +155,7 @@ def test_the_length_of_samples_is_given_or_said() -> None:
     )
     assert named_shape("GPT-2", 512).tokens == 512 and not named_shape("GPT-2", 512).notes
     for name, length, said in (
-        ("GPT-2", 2048, "but the model supports at most 1024"),
+        ("GPT-2", 2048, "but the model allows 1 to 1024"),
         ("GPT-2", -1, "samples have -1 tokens"),
         ("ResNet-50", 5, "have no tokens"),
         ("LLaMA-7B", 0, "samples have 0 tokens"),

@@ -128,13 +128,13 @@ def test_faults(tmp_path: Path) -> None:
     (path,) = export_dir(items(arrays()), tmp_path)
     tensor = open_dir(tmp_path)["layer.0.fp32.0"]
     os.truncate(path, path.stat().st_size - 9)
-    with pytest.raises(DamagedError, match=r"does not fit the tensor's shape or the file's size"):
+    with pytest.raises(DamagedError, match=r"does not fit its shape or file"):
         open_dir(tmp_path)
     os.truncate(path, tensor.offset + 4)
     with pytest.raises(DamagedError, match=r"truncated inside tensor 'layer.0.fp32.0'"):
         tensor.read()
     path.write_bytes(b"<html>" * 100)
-    with pytest.raises(ForeignError, match=r"not a safetensors file"):
+    with pytest.raises(ForeignError, match=r"not safetensors"):
         open_dir(tmp_path)
     path.unlink()
     with pytest.raises(GoneError):

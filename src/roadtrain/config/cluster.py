@@ -209,10 +209,7 @@ class Host(Section):
     @model_validator(mode="after")
     def _check_whole(self) -> Self:
         if self.devices and self.device is None:
-            raise ValueError(
-                f"host {self.name!r} has devices = {self.devices}, but no `device` that describes"
-                " the devices"
-            )
+            raise ValueError(f"host {self.name!r} has devices = {self.devices}, but no `device`")
         if self.addresses and len(self.addresses) != self.count:
             raise ValueError(
                 f"host {self.name!r} has count = {self.count} and {len(self.addresses)} addresses;"

@@ -60,8 +60,7 @@ class ServerPlace:
             if not path.startswith("/"):
                 raise ConfigError(
                     f"{key} = {path!r} of the server at port {self.port} is not an absolute path",
-                    hint="start the path with /: the server may run in another directory and as"
-                    " another user than this command",
+                    hint="start it with /: servers can run in other directories than this command",
                 )
         return self
 

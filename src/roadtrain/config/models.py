@@ -338,9 +338,8 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
         limit = f"the model's longest is {longest or 'unknown'}"
         return tokens, [f"samples of {tokens} tokens ({limit}; change with --seq-len)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
-        limit = f"supports at most {longest}" if seq_len > 0 else "needs at least 1"
         raise ConfigError(
-            f"samples have {seq_len} tokens, but the model {limit}",
+            f"samples have {seq_len} tokens, but the model allows 1 to {longest or 'any number'}",
             hint="give a --seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
         )
     return seq_len, []
@@ -374,8 +373,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         )
     if uncounted := next((key for key in _NEVER if config.get(key)), None):
         raise ConfigError(
-            f"the formula for `{kind}` models does not count `{uncounted}`, which the config sets",
-            hint=_COUNT_MODULES,
+            f"the `{kind}` formula does not count the config's `{uncounted}`", hint=_COUNT_MODULES
         )
     found, gated = _sizes(config, kind), kind != "gpt2"
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
@@ -383,8 +381,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
     if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
         raise ConfigError(
-            f"the formula for `{kind}` models needs head_dim = {hidden // heads}, but the config"
-            f" has {head}",
+            f"the `{kind}` formula needs head_dim = {hidden // heads}, but the config has {head}",
             hint=_COUNT_MODULES,
         )
     experts = _whole(config, "num_local_experts")

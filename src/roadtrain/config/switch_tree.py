@@ -107,8 +107,7 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
         raise ConfigError(
             f"host {host.name} is connected to no switch that sums (its cards lead to {have};"
             f" switches that sum are {listed(list(summing))})",
-            hint="set `sums = true` for the host's switch, or connect a card of the host to a"
-            " switch that sums",
+            hint="set `sums = true` for the host's switch, or connect a card to a switch that sums",
         )
     return max(found, key=lambda nic: nic.total)
 

@@ -87,8 +87,7 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
         return 0
     if not 0 <= rank < count:
         raise ConfigError(
-            f"LOCAL_RANK is {rank}, but torch sees {count} cuda devices here: there is no"
-            f" cuda:{rank} for this worker",
+            f"there is no cuda:{rank}: torch sees {count} cuda devices, but LOCAL_RANK is {rank}",
             hint="start one worker per device on each host, or name a device (device='cuda:0')",
         )
     return rank

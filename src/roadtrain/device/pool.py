@@ -29,8 +29,7 @@ class BufferPool:
                 raise LostError("there is no free buffer, because the session has ended")
             if not there:
                 raise DeadlineError(
-                    f"no buffer became free within {POOL_S:.0f} s: all {len(self.buffers)} buffers"
-                    " of this pool are in use",
+                    f"all {len(self.buffers)} buffers of this pool were in use for {POOL_S:.0f} s",
                     hint="find the worker or storage device that hangs",
                 )
             return self._free.pop()

@@ -95,8 +95,7 @@ class TorchRule(Rule):
             now = _plain(group[key]) if key not in SPEED_ONLY else value
             if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
                 raise RuleError(
-                    f"{self.cls.__name__}: the option {key} changed from {value!r} to {now!r}"
-                    " during training",
+                    f"{self.cls.__name__}: the option {key} changed from {value!r} to {now!r}",
                     hint=f"keep {key} at {value!r} during the whole training",
                 )
             out.extend(_numbers(now))
@@ -163,8 +162,7 @@ class TorchRule(Rule):
         for key in state.keys() - {f.key for f in self.fields}:
             if state[key] is not None:
                 raise RuleError(
-                    f"{self.cls.__name__} added the state {key!r} after more than {PROBE_STEPS}"
-                    " steps",
+                    f"{self.cls.__name__} added state {key!r} after more than {PROBE_STEPS} steps",
                     hint=HINT,
                 )
         for bit, f in enumerate(self.fields):

@@ -38,10 +38,8 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            values = f"lr {lr}, betas {betas}, weight_decay {weight_decay}"
-            raise ValueError(
-                f"Lion got {values}, but lr and weight_decay must be >= 0, and betas in [0, 1)"
-            )
+            got = f"Lion got lr {lr}, betas {betas}, weight_decay {weight_decay}"
+            raise ValueError(f"{got}, but lr and weight_decay must be >= 0, and betas in [0, 1)")
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
 

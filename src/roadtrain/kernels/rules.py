@@ -207,9 +207,7 @@ class RmspropRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
             hint = "keep both as they were at the start"
-            raise RuleError(
-                "the option centered or momentum changed after training began", hint=hint
-            )
+            raise RuleError("option centered or momentum changed after training began", hint=hint)
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:

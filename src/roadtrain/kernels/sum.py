@@ -79,10 +79,7 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
     """Set total to buffers[0] + buffers[1] + ..., left to right. total: float32 [N]; buffers: [N]
     of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
-        raise RuleError(
-            f"cannot sum buffers of {[b.size for b in buffers]} elements into an array of"
-            f" {total.size} elements"
-        )
+        raise RuleError(f"cannot sum buffers of size {[b.size for b in buffers]} into {total.size}")
     _sum_k(total, tuple(typed(b, dtype) for b in buffers))
 
 

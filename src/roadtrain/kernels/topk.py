@@ -168,8 +168,7 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
     same dtype."""
     if idx.size != val.size or val.dtype != out.dtype:
         raise RuleError(
-            f"cannot scatter {val.size} values of {val.dtype} to {idx.size} indices of an array of"
-            f" {out.dtype}"
+            f"{val.size} {val.dtype} values do not fit {idx.size} indices of a {out.dtype} array"
         )
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")

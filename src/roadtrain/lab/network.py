@@ -121,8 +121,7 @@ class Network(LabResource):
         for name, nics in hosts.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) or not nics:
                 raise ConfigError(
-                    f"host {name!r} needs at least one NIC and a name of letters, digits, `.`,"
-                    " `_`, `-`"
+                    f"host {name!r} needs a NIC and a name of letters, digits, `.`, `_`, `-`"
                 )
         if len(hosts) > 254:
             raise ConfigError(f"{len(hosts)} hosts are too many: there are only 254 addresses")

@@ -44,9 +44,7 @@ def losing(share: float) -> str:
     """Return `tc`'s arguments for a filter that drops the fraction `share` of all packets. Raises
     ConfigError if `share` is not in [0, 1)."""
     if not 0 <= share < 1:
-        raise ConfigError(
-            f"loss = {share} is not valid: a fraction of packets must be at least 0 and below 1"
-        )
+        raise ConfigError(f"loss = {share}, but must be a fraction of at least 0 and below 1")
     return LOSING.format(bound=round(share * (1 << RANDOM_BITS)))
 
 

@@ -54,8 +54,7 @@ class LoopDevice(LabResource):
     def _begin(self) -> Callable[[], None]:
         if self.path.exists() and not self.keep:
             raise ConfigError(
-                f"{self.path} already exists",
-                hint="choose a path without a file: a lab deletes its own files when it ends",
+                f"{self.path} already exists", hint="use a new path: the lab deletes it at the end"
             )
         self.home = folder("loop")
         return partial(undo_loop, self.home)

@@ -87,10 +87,7 @@ class HostAgent:
         self._going = bool(data) and self._going
         for line, dropped in self._orders.feed(data):
             if dropped:
-                raise SystemExit(
-                    f"the supervisor sent an order of {m.MESSAGE_LIMIT + dropped} bytes, but an"
-                    f" agent accepts at most {m.MESSAGE_LIMIT}"
-                )
+                raise SystemExit(f"an order is {dropped} bytes over the limit of {m.MESSAGE_LIMIT}")
             try:
                 order = m.TO_AGENT.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:

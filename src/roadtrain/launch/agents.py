@@ -114,9 +114,7 @@ class HostAgents:
     def _place(self, host: str) -> _HostState:
         if host not in self._places:
             names = ", ".join(self._places)
-            raise LaunchError(
-                f"the run has no host {host!r}", hint=f"the hosts of the run are {names}"
-            )
+            raise LaunchError(f"the run has no host {host!r}", hint=f"its hosts are {names}")
         return self._places[host]
 
     def start(self, process: Process) -> None:

@@ -172,9 +172,7 @@ class ControlClient:
                 f" {ANSWER_S:.0f} s: {cause}"
             ) from cause
         if not isinstance(reply, dict):
-            raise LaunchError(
-                f"the supervisor of run {self._name!r} ended before it answered `{verb}`"
-            )
+            raise LaunchError(f"run {self._name!r}: its supervisor ended before answering `{verb}`")
         if error := reply.get("error"):
             raise LaunchError(str(error))
         return reply

@@ -101,8 +101,7 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
     state = home.state()
     if state.phase != "ended":
         raise LaunchError(
-            f"the supervisor of run {home.name} was killed, which also ended all processes of the"
-            " run",
+            f"the supervisor of run {home.name} was killed, which ended all processes of the run",
             hint=f"roadtrain launch --resume {home.name} resumes the run at the committed step",
         )
     if state.code == REFUSED:

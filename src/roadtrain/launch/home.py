@@ -298,8 +298,7 @@ def _whole_state(path: Path) -> RunState | None:
         return None
     except OSError as error:
         raise LaunchError(
-            f"{path} cannot be read: {error.strerror}",
-            hint="try again: the file itself may be undamaged",
+            f"{path} cannot be read: {error.strerror}", hint="try again: the file may be undamaged"
         ) from error
 
 

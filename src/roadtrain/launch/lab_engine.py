@@ -102,10 +102,7 @@ class LabEngine(HostAgents):
             case ["rate", host, nic, rate] if nic.isdecimal():
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
-                    raise LaunchError(
-                        f"host {host} has no network card {nic}: the cards of the host are"
-                        f" {', '.join(map(str, range(len(cards))))}"
-                    )
+                    raise LaunchError(f"host {host} has cards 0 to {len(cards) - 1}, no card {nic}")
                 cards[int(nic)].set_rate(parse_rate(rate))
                 return f"the rate of card {nic} of {host} is now {rate}"
             case ["link", a, b, rate]:

@@ -131,14 +131,9 @@ def command(
     chosen = [(verb, run, do) for verb, (run, do) in verbs.items() if run]
     if len(chosen) > 1 or (chosen and plan):
         also = plan or f"--{chosen[1][0]}"
-        raise ConfigError(
-            f"--{chosen[0][0]} and {also} cannot be combined", hint="use only one of them"
-        )
+        raise ConfigError(f"--{chosen[0][0]} and {also} cannot be combined", hint="use only one")
     if not 0 <= notice < math.inf:
-        raise ConfigError(
-            f"--notice is {notice:g}, but must be 0 or a larger number of seconds",
-            hint="--notice 120",
-        )
+        raise ConfigError(f"--notice is {notice:g} s, but must be at least 0", hint="--notice 120")
     if if_launcher_dies not in IF_DIES:
         raise unknown_name("--if-launcher-dies", if_launcher_dies, IF_DIES)
     if detach and if_launcher_dies == "stop":
@@ -151,9 +146,7 @@ def command(
     for _, run, do in chosen:
         return do(run)
     if not plan or not job:
-        raise ConfigError(
-            "launch needs a plan file and a job file", hint="roadtrain launch PLAN.toml JOB.toml"
-        )
+        raise ConfigError("a plan and a job are needed", hint="roadtrain launch PLAN.toml JOB.toml")
     plan_file, checked_job = load_plan_file(plan), load_job(job)
     check_batch(plan_file, checked_job)
     home = RunHome.of(name or Path(job).stem)
@@ -242,9 +235,7 @@ def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, i
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:
-        raise ConfigError(
-            "--write needs a directory for the files", hint="give the directory as --out DIR"
-        )
+        raise ConfigError("--write needs a directory for the files", hint="give --out DIR")
     if (kind == "kubernetes") != bool(image):
         raise ConfigError(
             f"--write {kind} was given with {f'--image {image}' if image else 'no --image'}",

@@ -153,8 +153,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
         )
     if options.detach and ends_with_launcher:
         raise ConfigError(
-            f"--detach cannot be used: run {home.name} ends when its launcher ends, and this"
-            " command becomes the launcher",
+            f"--detach cannot be used: run {home.name} ends with its launcher (this command)",
             hint="leave --detach out",
         )
 
@@ -191,8 +190,7 @@ def check_names(machines: Machines, cluster: Cluster) -> None:
         if names
     ]
     raise ConfigError(
-        "[machines] and [cluster] of the plan must name the same hosts with devices, but"
-        f" {'; '.join(parts)}",
+        f"[machines] and [cluster] must name the same hosts with devices, but {'; '.join(parts)}",
         hint="if a kind K of [cluster] has one host, [machines] must call it K, else K0, K1, ...;"
         " roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
     )
@@ -226,10 +224,7 @@ def search_again(
     computed = {host.name for host in run.machines.worker_hosts}
     there = {host.name for kind in cluster.workers for host, _ in machines_of_kind(kind)}
     if not leaves_out and (lost := sorted(computed - there)):
-        raise ConfigError(
-            f"a plan for this run cannot leave out {', '.join(lost)}: part of the run's state is"
-            " stored there"
-        )
+        raise ConfigError(f"the plan must use {', '.join(lost)}: part of the run's state is there")
     old, plans = run.plan_file.plan, JobPlans(run.job, cluster)
 
     def fitted(plan: Plan) -> Plan | str:

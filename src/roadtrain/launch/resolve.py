@@ -308,10 +308,7 @@ class ResolvedRun:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
-            raise ConfigError(
-                "a worker host must run at least 1 worker, but 0 workers can run on"
-                f" {', '.join(idle)}"
-            )
+            raise ConfigError(f"0 workers can run on {', '.join(idle)}, but each host needs one")
         job = job_on(self.job, self.worker_count, there)
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
@@ -374,8 +371,7 @@ def resolve(
     for host in machines.hosts:
         if not (addresses.get(host.name) or host.address):
             raise ConfigError(
-                f"host {host.name} of the plan has no address",
-                hint="set the address in machines.hosts of the plan",
+                f"host {host.name} of the plan has no address", hint="set it in machines.hosts"
             )
     keys = flat(job_keys(plan_file, job, addresses))
     _check_contradictions(plan_file.plan, job, keys)

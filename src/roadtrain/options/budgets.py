@@ -234,9 +234,8 @@ def derive(
     slots += keep
     if buffering == "all" and slots < compute:
         raise BudgetError(
-            f"buffering='all' keeps {compute} blocks ({show_bytes(size.slot)} each) in memory from"
-            f" forward to backward, but only {slots} blocks fit (the budget is"
-            f" {show_bytes(host_bytes)})",
+            f"buffering='all' keeps {compute} blocks of {show_bytes(size.slot)} in memory, but only"
+            f" {slots} fit in the budget of {show_bytes(host_bytes)}",
             hint="use buffering='auto', which keeps as many blocks as fit (with staleness 0 or 1)",
         )
     resident, public, kept = frozenset(records), frozenset[int](), in_ram

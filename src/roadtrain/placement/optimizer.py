@@ -329,10 +329,8 @@ class PlacedOptimizer(StoredOptimizer):
         for name, p in self.model.named_parameters():
             if p.requires_grad and p not in self._index:
                 raise LoopError(
-                    f"parameter {name!r} was added to the model after place() and would not be"
-                    " trained",
-                    hint="add adapters and resize embeddings before place(), or place the model"
-                    " again",
+                    f"parameter {name!r} was added after place(), so it would not be trained",
+                    hint="add adapters and resize embeddings before place(), or place it again",
                 )
 
     def forward_begins(self) -> None:

@@ -115,17 +115,13 @@ def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
     """Raise LoopError if the parameter groups of the state dict `form` differ in size from those of
     the optimizer."""
     if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
-        raise LoopError(
-            "load_state_dict() got an object that is not an optimizer's state dict: 'state' or"
-            " 'param_groups' is missing"
-        )
+        raise LoopError("load_state_dict() needs a dict with 'state' and 'param_groups'")
     theirs, ours = (
         [len(g["params"]) for g in groups] for groups in (form["param_groups"], place.param_groups)
     )
     if theirs != ours:
         raise LoopError(
-            f"the optimizer's parameter groups have {ours} parameters, but the parameter groups of"
-            f" the state dict have {theirs}"
+            f"the optimizer's groups have {ours} parameters, but the state dict's have {theirs}"
         )
 
 

@@ -253,8 +253,7 @@ def _check_has_values(model: nn.Module, opened: OpenedStore | None) -> None:
         raise ConfigError(
             f"{len(empty)} of the model's parameters hold no values (the first is {empty[0]!r}),"
             " because the model is or was placed",
-            hint="build the model again, name the store that holds its values, or pass"
-            " weights=DIRECTORY",
+            hint="build the model again, name the store with its values, or pass weights=DIRECTORY",
         )
 
 

@@ -123,8 +123,7 @@ def check(request: Request) -> None:
     if request.staleness > 1 and request.buffering == "none":
         raise ConfigError(
             f"a delay of {request.staleness} updates cannot be combined with buffering 'none':"
-            " backward must use the same parameters as forward, but a block that is fetched again"
-            " for backward may have changed in between",
+            " backward must use the parameters of forward, but a block fetched again may differ",
             hint="leave buffering out",
         )
 
@@ -146,8 +145,7 @@ def _check_error_feedback(request: Request) -> None:
         )
     if request.error_feedback and request.delay:
         raise ConfigError(
-            "error feedback needs parameters with all updates, but delay allows"
-            f" {request.staleness} updates to be missing",
+            f"error feedback needs all updates, but delay allows {request.staleness} to be missing",
             hint="leave out delay, or set error_feedback=False",
         )
 

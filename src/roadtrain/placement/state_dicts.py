@@ -393,8 +393,7 @@ class ModelStates:
                 )
             if probe.device != device:
                 self._report(
-                    f"the placed model stays on {device}: choose its device with"
-                    " place(..., device=...)"
+                    f"the placed model stays on {device}: choose its device with place(device=...)"
                 )
                 return module
         with self._without(module):

@@ -202,10 +202,7 @@ class ServerChannel(IntermediarySession):
 
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
-            raise WireError(
-                f"a worker requested chunk {number}, but the last chunk is chunk"
-                f" {len(self._chunks) - 1}"
-            )
+            raise WireError(f"chunk {number} was requested, the last is {len(self._chunks) - 1}")
         return self._chunks[number]
 
     def beat(self) -> None:

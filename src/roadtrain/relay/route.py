@@ -60,8 +60,7 @@ class RelayRoute:
         self.onward.check_workers(_hosts(group), compressed)
         if compressed and group.local > 1:
             raise ConfigError(
-                f"a relay sums whole gradients of its {group.local} workers, but TopK sends only"
-                " some elements of a gradient",
+                f"a relay sums whole gradients of {group.local} workers, but TopK sends only parts",
                 hint="leave out relay or TopK",
             )
 

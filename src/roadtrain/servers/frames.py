@@ -331,8 +331,7 @@ def apply_update(
     n = len(chunk.spans)
     if len(payload) != 9 * n:
         raise WireError(
-            f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, but has"
-            f" {len(payload)} bytes"
+            f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, not {len(payload)}"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
@@ -353,10 +352,7 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     if not dtype:
         return dense
     if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(
-            f"a gradient of chunk {chunk.id} ({chunk.dtype}) cannot be downcast to {dtype!r}; only"
-            " fp32 gradients can be downcast, to bf16 or fp16"
-        )
+        raise WireError(f"chunk {chunk.id}: its {chunk.dtype} gradient cannot be sent as {dtype!r}")
     return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 

@@ -99,10 +99,7 @@ class IntermediarySession(ParameterSession):
         with self.lock:
             buffer = self.machine.buffer_for(ticket, number)
             if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
-                raise WireError(
-                    f"the server answered ticket {ticket} with {nbytes} bytes of chunk {number},"
-                    " which were not requested"
-                )
+                raise WireError(f"ticket {ticket} got {nbytes} unrequested bytes of chunk {number}")
             return self._copies[buffer].view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:

@@ -154,10 +154,9 @@ class FoundStores:
         check_same(self.names[members[0]], held, self._store_plan)
         if held.signature != self._meta.signature or len(held.directories) != len(self.names):
             raise ConfigError(
-                f"{self.names[members[0]]} holds a store of another layout: it was made with"
-                f" {len(held.directories)} servers and {held.chunk_elements} elements per chunk,"
-                f" but {len(self.names)} servers and {self._meta.chunk_elements} elements per chunk"
-                " are requested (if these numbers are equal, the dtype differs)",
+                f"{self.names[members[0]]} holds a store of {len(held.directories)} servers and"
+                f" {held.chunk_elements} elements per chunk, but {len(self.names)} servers and"
+                f" {self._meta.chunk_elements} per chunk, or another dtype, are requested",
                 hint="use the servers, chunk size and dtype that the store was made with",
             )
         if self._mark is not None:

@@ -176,17 +176,14 @@ def _check_server(
             hint="leave out --snapshot",
         )
     if formats is not None and not sum:
-        raise ConfigError(
-            f"--formats {formats} can only be used with --sum", hint="leave out --formats"
-        )
+        raise ConfigError(f"--formats {formats} can only be used with --sum", hint="leave it out")
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
             "invalid options: "
             + ", ".join(f"{name} {value}" for name, value in values.items() if value is not None),
-            hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must"
-            " be at least 1",
+            hint="--snapshot must not be --store; --snapshot-every needs --snapshot and 1 or more",
         )
 
 
@@ -238,8 +235,7 @@ class SessionHost:
                 session = self.session = ServerSession(greeting, self)
             elif self.front is not None:
                 name = self.front.name
-                words = "worker {} has no {}, but the other workers of the session have one"
-                raise self._other_route(greeting, name, words)
+                raise self._other_route(greeting, name, "worker {} has no {}, but others have one")
             elif not session.is_of(greeting):
                 raise session.busy()
             return session.admit(greeting.rank, link, greeting.signature)
@@ -259,8 +255,7 @@ class SessionHost:
                 self.front = end_class(greeting, self, self._options)
                 self.session = self.front.server
             elif not isinstance(self.front, end_class):
-                words = "worker {} has a {}, but the other workers of the session have none"
-                raise self._other_route(hello, name, words)
+                raise self._other_route(hello, name, "worker {} has a {}, but the others have none")
             elif not self.front.is_of(hello):
                 raise self.front.busy()
             return self.front.accept(link, greeting)
@@ -347,7 +342,6 @@ def _checked(hello: m.Hello) -> m.Hello:
     """Return `hello`. Raises WireError if its rank or number of workers is impossible."""
     if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
         raise WireError(
-            f"a hello is from worker {hello.rank} of {hello.workers} workers; ranks are at least 0"
-            f" and less than the number of workers, which is at most {MOST_WORKERS}"
+            f"invalid hello: worker {hello.rank} of {hello.workers} (limit: {MOST_WORKERS} workers)"
         )
     return hello

@@ -186,8 +186,7 @@ class ServerSession(ParameterSession):
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
             raise WireError(
-                "an Open frame must come from worker 0, only once, and must contain the index of"
-                f" this server ({self.number}) and the correct count of servers"
+                "an Open frame must come once, from worker 0, with this server's number"
             )
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
@@ -220,8 +219,7 @@ class ServerSession(ParameterSession):
         restore(self.kept, tier)
         tier.on_write = counted
         self.host.report(
-            f"{directory}: back to step {fields.snapshot}, from the snapshot in"
-            f" {self.store.snapshot}"
+            f"{directory}: back to step {fields.snapshot} of the snapshot in {self.store.snapshot}"
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
@@ -273,10 +271,7 @@ class ServerSession(ParameterSession):
         """Write the initial record of a chunk."""
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
-            raise WireError(
-                "a Fill frame must come from worker 0, and this server's part of the store must be"
-                " new and not yet complete"
-            )
+            raise WireError("a Fill frame must come from worker 0, into a new, incomplete part")
         if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
             raise WireError(f"chunk {chunk.id} has {expected} bytes, but {len(payload)} arrived")
         with self._stored():
@@ -287,10 +282,7 @@ class ServerSession(ParameterSession):
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
         """Publish the new files of the store, which are now complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
-            raise WireError(
-                "a Settle frame must come from worker 0, before the session begins, and only if"
-                " this server's part of the store is new"
-            )
+            raise WireError("a Settle frame must come once, from worker 0, and for a new part")
         with self._stored():
             if self.tier.step < 0:
                 self.tier.prepare(self._step, bytes(payload))
@@ -303,10 +295,7 @@ class ServerSession(ParameterSession):
     def _begin(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
-            raise WireError(
-                "a Begin frame must come from worker 0, only once, and when the store is open and"
-                " complete"
-            )
+            raise WireError("a Begin frame must come once, from worker 0, to a complete store")
         with self._stored():
             self._serve(tier, meta)
 

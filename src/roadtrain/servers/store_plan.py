@@ -62,23 +62,15 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
     """
     if held.table.fingerprint() != store_plan.table.fingerprint():
         ours, theirs = (
-            {
-                p.name: f"{'trainable' if p.trainable else 'frozen'} with shape {p.shape}"
-                for p in table.params
-            }
+            {p.name: f"{'trainable' if p.trainable else 'frozen'} {p.shape}" for p in table.params}
             for table in (store_plan.table, held.table)
         )
-        diff = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), None)
+        diff = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "")
+        what = f"{diff} is {theirs.get(diff, 'absent')} there, but {ours.get(diff, 'absent')} here"
         raise ForeignError(
             f"{where}: the store is of another model: "
-            + (
-                "the blocks of that model have other names or other parameters"
-                if diff is None
-                else f"{diff} is {theirs.get(diff, 'absent')} in the store, but"
-                f" {ours.get(diff, 'absent')} in the model"
-            ),
-            hint="name another store directory, or use the same model, blocks and error feedback as"
-            " before",
+            + (what if diff else "its blocks have other names or other parameters"),
+            hint="name another store directory, or use the same model, blocks and error feedback",
         )
     if held.groups != store_plan.groups:
         raise ForeignError(
@@ -95,8 +87,7 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.replicas != store_plan.replicas:
         raise ForeignError(
-            f"{where}: the store was made with replicas = {held.replicas}, but replicas ="
-            f" {store_plan.replicas} is requested",
+            f"{where} has replicas = {held.replicas}, but {store_plan.replicas} are requested",
             hint="keep the old replicas, or export the weights and start with an empty store",
         )
 

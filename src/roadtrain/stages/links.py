@@ -106,8 +106,7 @@ class StageLinks:
             took, sentence = time.monotonic() - then, self._sentence(transfer, sending)
             if took >= 0.9 * self._deadline_s:
                 raise DeadlineError(
-                    f"{sentence}: timed out after {took:.1f} s, the deadline is"
-                    f" {self._deadline_s:.1f} s",
+                    f"{sentence}: timed out after {took:.1f} s, deadline {self._deadline_s:.1f} s",
                     hint="check that the other rank's host and network are up, and read its output",
                 ) from error
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -125,8 +125,7 @@ class ParallelTraining:
             raise LoopError("this ParallelTraining is closed, so no step can run")
         if self._failed:
             raise LoopError(
-                f"{self._failed} failed on this process, which is now out of sync with the other"
-                " processes",
+                f"{self._failed} failed on this process, which is now out of sync with the others",
                 hint="end all processes and restart from the last snapshot",
             )
         try:

@@ -238,8 +238,7 @@ class PlacedStage:
         rank writes them, and other ranks would not notice the change."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
-                f"the servers of this stage hold other values for step {steps_done} than the job's"
-                " snapshot",
+                f"this stage's servers hold other values for step {steps_done} than the snapshot",
                 hint="give this stage the servers of this run, or empty servers",
             )
 

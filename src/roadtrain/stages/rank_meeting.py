@@ -391,8 +391,7 @@ def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello
         lines = zip_longest(mine.job.splitlines(), hello.job.splitlines(), fillvalue="nothing")
         first, second = next(pair for pair in lines if pair[0] != pair[1])
         raise ConfigError(
-            f"{here} and {there} do not have the same job: {first} on the first rank, and"
-            f" {second} on the second rank",
+            f"{here} and {there} have different jobs: {first} on the first, {second} on the second",
             hint="start all ranks with the same job",
         )
 

@@ -267,15 +267,13 @@ class ShardedOptimizer:
         for name, p in self.parameters.late.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: parameter {name!r} was frozen when training began but has a"
-                    " gradient now",
+                    f"{self._step}: parameter {name!r} was frozen at the start, but has a gradient",
                     hint="let the parameter require gradients at the start; freeze it afterwards",
                 )
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: the gradient of {name!r} was set by hand, so it would not be"
-                    " summed over the ranks",
+                    f"{self._step}: the gradient of {name!r} was set by hand, so it is not summed",
                     hint="let backward() compute the gradients",
                 )
 

@@ -216,9 +216,7 @@ class PartReader:
             if table.key != self.key or table.format != 1:
                 raise ValueError(f"it is of {table.key}, format {table.format}")
             if (size := _size(path.with_suffix(f".{PIECES}"))) != table.nbytes:
-                raise ValueError(
-                    f"the pieces file has {size} bytes, but the table states {table.nbytes} bytes"
-                )
+                raise ValueError(f"its pieces have {size} bytes, but the table says {table.nbytes}")
         except (StoreError, ValueError) as error:
             self.notes.append(f"{path}: ignored ({error})")
             return
@@ -234,8 +232,7 @@ class PartReader:
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
         if data.nbytes != at.nbytes or digest(data.data) != at.sum:
             raise DamagedError(
-                f"{path}: {what} at byte {at.offset}, of step {self.key.step}, does not match its"
-                " checksum",
+                f"{path}: {what} at byte {at.offset}, of step {self.key.step}, fails its checksum",
                 hint=_HINT,
             )
         return data if at.nbytes % 4 else data.view(np.float32)

@@ -81,8 +81,7 @@ class TensorParallel:
         parameter `name`. Raises ConfigError if it has another shape."""
         if tuple(whole.shape) != self.shapes[name]:
             raise ConfigError(
-                f"the value given for parameter {name!r} has the shape {tuple(whole.shape)}, but"
-                f" the whole parameter has the shape {self.shapes[name]}"
+                f"{name!r} got {tuple(whole.shape)}, but the whole parameter is {self.shapes[name]}"
             )
         split = self.splits.get(name)
         return whole.clone() if split is None else split.local_value(whole, self.rank)

@@ -272,8 +272,7 @@ def _check_convertible(old: StoreMeta, new: StoreMeta) -> None:
             raise ConfigError(
                 f"frozen parameter {param.name!r} is stored in {was.dtype} and would lose precision"
                 f" in {param.dtype}",
-                hint="keep the dtype of this parameter, which has no fp32 master, or start a new"
-                " store",
+                hint="keep its dtype, as it has no fp32 master, or start a new store",
             )
 
 

@@ -166,8 +166,7 @@ def set_aside(generation: Generation) -> str:
     sync_directory(home.parent)
     step = f"step {generation.step}" if generation.step >= 0 else "a record"
     return (
-        f"{home} holds {step} but is not used: it was renamed to {aside.name}, remove it if you do"
-        " not need it"
+        f"{home} holds {step} but is not used: it was renamed to {aside.name}, which you may remove"
     )
 
 

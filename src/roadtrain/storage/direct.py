@@ -173,8 +173,7 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
-            f"{path} cannot be written: {path.parent} is not a directory",
-            hint="create the directory first",
+            f"{path} cannot be written: {path.parent} is not a directory", hint="create it first"
         )
     check_directory(path.parent)
 

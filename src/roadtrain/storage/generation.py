@@ -443,8 +443,7 @@ def _current_part(path: Path) -> Generation | None:
     best = max(whole, key=lambda g: (g.step, g.number))
     if not all(g.of(best) for g in whole):
         raise DamagedError(
-            f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no"
-            f" {NAME}",
+            f"{path}: {[g.home.name for g in whole]} hold parts of several stores, without {NAME}",
             hint=f"write the number N of the right gen-N into {NAME}",
         )
     return _unnamed(best)

@@ -209,10 +209,7 @@ class Mark:
             )
             return metrics
         if found.format != 1:
-            raise ForeignError(
-                f"{self.path} has format {found.format}, but this version of roadtrain reads"
-                " format 1"
-            )
+            raise ForeignError(f"{self.path} has format {found.format}, but this version reads 1")
         if found.job and found.settled and witness > found.step:
             return msgspec.structs.replace(found, step=witness)
         return found

@@ -166,8 +166,7 @@ class StoreMeta:
             brief = msgspec.json.decode(text, type=Brief)
             if brief.format != FORMAT:
                 raise ForeignError(
-                    f"{where} has store format {brief.format}, but this version of roadtrain reads"
-                    f" format {FORMAT}"
+                    f"{where} has store format {brief.format}, but this version reads {FORMAT}"
                 )
             meta = _DECODER.decode(text)
         except ValueError as error:
@@ -176,10 +175,7 @@ class StoreMeta:
             ) from error
         table = meta.table
         if table.fingerprint() != brief.fingerprint or len(meta.owners) != len(table.chunks):
-            raise DamagedError(
-                f"{where}: 'fingerprint' or 'owners' does not match the chunks in this file",
-                hint=RESTORE,
-            )
+            raise DamagedError(f"{where}: fingerprint or owners do not match chunks", hint=RESTORE)
         return meta
 
 

@@ -92,8 +92,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER, size - 8):
             raise ForeignError(
-                f"{path}: not a safetensors file, or truncated: the file has {size} bytes, and its"
-                f" first 8 bytes announce a header of {length} bytes"
+                f"{path}: not safetensors, or truncated: {size} bytes with a header of {length}"
             )
         text = file.read(length)
     try:
@@ -111,8 +110,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         if stop - start != prod(shape) * ITEMSIZE[dtype] or start < 0 or 8 + length + stop > size:
             raise DamagedError(
-                f"{path}: the header places tensor {name!r} at bytes {start} to {stop} of the data,"
-                " which does not fit the tensor's shape or the file's size"
+                f"{path}: tensor {name!r} at bytes {start} to {stop} does not fit its shape or file"
             )
         yield name, Tensor(name, dtype, shape, path, 8 + length + start)
 

@@ -65,8 +65,7 @@ def decode(raw: bytes | memoryview) -> Any:
     if view[: len(MAGIC)] != MAGIC:
         raise ForeignError(
             f"the job state begins with {bytes(view[:8])!r} instead of {MAGIC!r}",
-            hint="another version of roadtrain wrote this state; roadtrain 0.2.0 can read states of"
-            " version 0.1.0",
+            hint="another version of roadtrain wrote it; 0.2.0 can read states of 0.1.0",
         )
     at = len(MAGIC) + LENGTH.size
     if len(view) < at:
@@ -106,8 +105,7 @@ def _to_header(value: Any, pieces: list[memoryview], where: str, depth: int) -> 
         if kind is OrderedDict and vars(value):
             if list(vars(value)) != [METADATA]:
                 raise ConfigError(
-                    f"{where} is an OrderedDict with the attributes {', '.join(vars(value))}, but"
-                    f" only the attribute {METADATA} can be saved",
+                    f"{where} has attributes {', '.join(vars(value))}, only {METADATA} is saved",
                     hint=HINT,
                 )
             bare = _to_header(OrderedDict(value), pieces, where, depth)

@@ -129,8 +129,7 @@ def table(
         held = dtype if dtype is not None and p.is_floating_point() else p.dtype
         if held not in NAMES:
             raise ModelError(
-                f"parameter {name!r} has the unsupported dtype {held}; the supported dtypes are"
-                f" {', '.join(map(str, NAMES))}"
+                f"parameter {name!r} has dtype {held}; supported are {', '.join(map(str, NAMES))}"
             )
         trainable = p.requires_grad and p in groups
         group = groups[p] if trainable else -1

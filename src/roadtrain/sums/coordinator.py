@@ -124,10 +124,7 @@ class Coordinator(HostedSession[WorkerConnection]):
         if kind in (sum_frames.REDUCER_LOST, sum_frames.STATE):
             group = self._group_of.get(worker.rank)
             if group is None:
-                raise WireError(
-                    f"worker {worker.rank} does not use spare hosts, but sent a frame of kind"
-                    f" {kind}, which is about spare hosts"
-                )
+                raise WireError(f"worker {worker.rank} uses no spare hosts, but sent frame {kind}")
             if kind == sum_frames.REDUCER_LOST:
                 group.lost_reducer(*fields)
             else:

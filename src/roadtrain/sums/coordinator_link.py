@@ -52,10 +52,7 @@ class CoordinatorLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.CHANGE:
-            raise WireError(
-                f"the coordinator sent a frame of kind {kind} with a payload of {nbytes} bytes,"
-                " but frames of this kind have no payload"
-            )
+            raise WireError(f"coordinator frame {kind} has a payload of {nbytes} bytes, expected 0")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:

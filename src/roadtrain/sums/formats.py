@@ -131,9 +131,7 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
-        raise WireError(
-            f"the {len(raw)} bytes of a received part cannot be decoded as {text}: {error}"
-        ) from error
+        raise WireError(f"{len(raw)} received bytes are not valid {text}: {error}") from error
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:

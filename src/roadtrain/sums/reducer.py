@@ -152,8 +152,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         where = part.key, part.start
         if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
             raise WireError(
-                f"worker {worker.rank} pushed a part of {part.elements} elements of {part.format}"
-                f", but its payload of {nbytes} bytes is empty or has the wrong size"
+                f"worker {worker.rank} sent {nbytes} bytes for {part.elements} {part.format} values"
             )
         worker.coming.discard(where)
         with self.lock:

@@ -51,8 +51,7 @@ class SpareHosts:
         rates = self.rates or [1.0] * len(self.spares)
         if len(rates) != len(self.spares):
             raise ConfigError(
-                f"there are {len(self.spares)} spare hosts, but {len(rates)} rates",
-                hint="give one rate for each spare host",
+                f"{len(rates)} rates for {len(self.spares)} spare hosts", hint="give one to each"
             )
         return {spare: rate for spare, rate in zip(self.spares, rates) if address_of(spare)}
 

@@ -53,9 +53,7 @@ class Reducers:
                 raise self.coordinator.busy()
             return self.coordinator.join(rank, link)
         if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
-            raise WireError(
-                f"invalid greeting of a worker: rank {rank}, {workers} workers, rule {rule!r}"
-            )
+            raise WireError(f"invalid greeting: worker {rank} of {workers}, rule {rule!r}")
         with self._lock:
             reducer = self.jobs.get(session)
             if reducer is None:
@@ -84,9 +82,8 @@ class Reducers:
         with self._lock:
             if self._used + nbytes > self.nbytes:
                 raise BudgetError(
-                    f"the reducers of {len(self.jobs)} job(s) on this host need buffers of"
-                    f" {show_bytes(self._used + nbytes)} in total, but the budget is"
-                    f" {show_bytes(self.nbytes)}",
+                    f"reducers of {len(self.jobs)} job(s) need {show_bytes(self._used + nbytes)} of"
+                    f" buffers, but the budget of this host is {show_bytes(self.nbytes)}",
                     hint="raise the budget, or give the job more spare hosts",
                 )
             self._used += nbytes
@@ -138,8 +135,7 @@ def serve_sums(
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"the module {module} (--formats) cannot be imported: {error}",
-                hint="add the module's directory to PYTHONPATH",
+                f"--formats {module}: {error}", hint="add the module's directory to PYTHONPATH"
             ) from error
     reducers = Reducers(nbytes)
     listener = listen(address, reducers.accept, options, report, language=m.LANGUAGE)

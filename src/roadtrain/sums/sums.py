@@ -124,18 +124,14 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
         raise ConfigError(
-            f"there are {setup.workers} workers, but {len(rates)} rates",
-            hint="give one rate for each worker",
+            f"{len(rates)} rates for {setup.workers} workers", hint="give one rate for each worker"
         )
     spares = spare_hosts.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
     try:
         found = socket.getaddrinfo(setup.address, 0, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise ConfigError(
-            f"the address {setup.address!r} of this host cannot be resolved:"
-            f" {error.strerror or error}"
-        ) from error
+        raise ConfigError(f"cannot resolve {setup.address!r}: {error.strerror or error}") from error
     tls = spare_hosts.tls
     return WorkerHello(
         secrets.token_hex(8),

@@ -100,8 +100,7 @@ class TensorSums:
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in TRAINABLE:
             raise ConfigError(
-                f"{identity} has the dtype {tensor.dtype}, but only {', '.join(TRAINABLE)} can be"
-                " summed"
+                f"{identity} has {tensor.dtype}, but only {', '.join(TRAINABLE)} can be summed"
             )
         if self._sums.error is not None:
             raise self._sums.error

@@ -57,14 +57,12 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
     hosts = len({hello.host for hello in hellos})
     if hosts > 1 and not all(hello.listens for hello in hellos):
         raise ConfigError(
-            f"workers on {hosts} hosts must accept links from each other, but a worker has tls"
-            " without cert or ca",
+            f"workers on {hosts} hosts must accept links, but a worker has tls without cert or ca",
             hint="give every worker tls=Tls(cert, key, ca) of its host",
         )
     if hosts > 1 and not first.has_token and not all(hello.loopback for hello in hellos):
         raise ConfigError(
-            f"there are workers on {hosts} hosts without a token, so anybody who can reach a worker"
-            " could join",
+            f"workers on {hosts} hosts have no token, so anybody who can reach a worker could join",
             hint="use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
             " /dev/urandom | base64 > PATH)",
         )

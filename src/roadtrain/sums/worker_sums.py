@@ -80,10 +80,7 @@ class _ReducerLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.SUM:
-            raise WireError(
-                f"{self.name} sent a frame of kind {kind} with a payload of {nbytes} bytes, but"
-                " frames of this kind have no payload"
-            )
+            raise WireError(f"{self.name}: frame {kind} has {nbytes} bytes of payload, expected 0")
         key, start, number, summed = m.header(kind, header)
         place = self.owner.place_of(key, start, number, summed, nbytes)
         if place is None:
@@ -377,8 +374,7 @@ class WorkerSums:
                 return
             if self._owed.pop(owed, True):
                 raise WireError(
-                    f"a reducer reported that all workers have the sum of round {number} of tensor"
-                    f" {key}, but this worker has not pushed this sum"
+                    f"round {number} of tensor {key} reached all workers, but was not pushed here"
                 )
             if (entry := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, entry)

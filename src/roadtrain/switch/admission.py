@@ -46,10 +46,7 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
     invalid.
     """
     if hello.first > ROOT - hello.children:
-        raise WireError(
-            f"the first child of a switch with {hello.children} children has the sender number"
-            f" {hello.first}, but the maximum is {ROOT - hello.children}"
-        )
+        raise WireError(f"the first child's number {hello.first} exceeds {ROOT - hello.children}")
     shown = "".join(c for c in hello.session if c.isprintable())[:MOST_NAME]
     return hello._replace(session=shown)
 

@@ -281,8 +281,7 @@ class DatagramSocket:
         needed, mtu = segment + HEADERS_NBYTES[self._family], self._mtu(to)
         if mtu < needed:
             raise ConfigError(
-                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, but the MTU of the path"
-                f" is {mtu} bytes",
+                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, but the path has {mtu}",
                 hint=f"run `ip link set DEVICE mtu {needed}` on every host of the path",
             )
 
@@ -301,9 +300,7 @@ class DatagramSocket:
             return
         far = _resolved(group, self._family)[1]
         if self._family != socket.AF_INET or not ipaddress.ip_address(far[0]).is_multicast:
-            raise ConfigError(
-                f"{group[0]} is not a multicast address", hint="use an address such as 239.1.2.3"
-            )
+            raise ConfigError(f"{group[0]} is not a multicast address", hint="try 239.1.2.3")
         # lets several processes of a host receive from one group
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(far)

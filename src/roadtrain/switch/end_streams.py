@@ -131,18 +131,12 @@ class Incoming:
         """
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
-            raise WireError(
-                f"the fan-in end received packets of {batch.segment} bytes, but packets of sums"
-                f" have {PACKET_NBYTES} bytes"
-            )
+            raise WireError(f"a sum's packet has {batch.segment} bytes, expected {PACKET_NBYTES}")
         with self._lock:
             end = self._end
         ok = np.flatnonzero(batch.ok)
         if int(numbers[ok].max()) >= end:
-            raise WireError(
-                f"the fan-in end received packet number {int(numbers[ok].max())}, but only"
-                f" numbers below {end} were granted"
-            )
+            raise WireError(f"packet {int(numbers[ok].max())} arrived, but grants end before {end}")
         new = np.zeros(batch.count, np.bool_)
         new[ok] = self._receiver.accept_many(numbers[ok])
         self.packets += len(ok)

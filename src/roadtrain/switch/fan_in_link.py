@@ -200,9 +200,7 @@ class FanInLink:
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind == switch_frames.FAN_IN:
             if nbytes > MAX_NONCE:
-                raise WireError(
-                    f"{self.peer} sent a nonce of {nbytes} bytes, at most {MAX_NONCE} are allowed"
-                )
+                raise WireError(f"{self.peer} sent a nonce of {nbytes} bytes (maximum {MAX_NONCE})")
             return memoryview(bytearray(nbytes))
         if kind == m.PULLED:
             pulled: m.PulledHeader = m.header(kind, header)
@@ -347,10 +345,7 @@ class FanInLink:
         length.
         """
         if batch.segment != PACKET_NBYTES:
-            raise WireError(
-                f"this participant received bulk packets of {batch.segment} bytes, but bulk"
-                f" packets have {PACKET_NBYTES} bytes"
-            )
+            raise WireError(f"bulk packets have {batch.segment} bytes, expected {PACKET_NBYTES}")
         new = batch.ok.copy()
         new[new] = self._received.accept_many(batch.numbers[new])
         self._clock.received(int(np.count_nonzero(batch.ok)))

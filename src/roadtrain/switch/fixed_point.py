@@ -65,9 +65,7 @@ def _spare_bits(workers: int, width: int) -> int:
     Raises ConfigError if `width` is not supported or too small.
     """
     if width not in INTEGER:
-        raise ConfigError(
-            f"integers of {width} bytes are not supported", hint="use 1, 2 or 4 bytes"
-        )
+        raise ConfigError(f"{width}-byte integers are not supported", hint="use 1, 2 or 4 bytes")
     bits = 8 * width - 1 - (workers - 1).bit_length()
     if workers < 1 or bits < 1:
         raise ConfigError(

@@ -90,9 +90,7 @@ class FanIn:
             raise ConfigError("fan_in has no switch", hint="add switches = [{address = ...}]")
         names = [node.address for node in self.switches]
         if not all(names):
-            raise ConfigError(
-                "fan_in: a switch has no address", hint="give the HOST:PORT of each switch"
-            )
+            raise ConfigError("fan_in: a switch has no address", hint="give its HOST:PORT")
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"fan_in: switch {sorted(twice)[0]} is listed twice")
         for node in self.switches:
@@ -179,8 +177,7 @@ class FanIn:
         for switch in self.switches:
             if not 1 <= (count := self.children(switch, workers)) <= MOST_CHILDREN:
                 raise ConfigError(
-                    f"fan_in: switch {switch.address} has {count} children, 1 to {MOST_CHILDREN}"
-                    " are possible",
+                    f"fan_in: {switch.address} has {count} children, not 1 to {MOST_CHILDREN}",
                     hint="add a level of switches if there are too many",
                 )
 

@@ -115,8 +115,7 @@ class Granted:
         if grant.announced:
             if not (waiting := self._announced.get(grant.chunk)):
                 raise WireError(
-                    f"the fan-in end granted round {grant.round} of chunk {grant.chunk}, but this"
-                    " participant has not announced a gradient for this round"
+                    f"round {grant.round} of chunk {grant.chunk} was granted, but not announced"
                 )
             gradient = waiting.popleft()
         elements = self._chunks[grant.chunk].numel
@@ -134,9 +133,7 @@ class Granted:
         """
         round = self._rounds.get((chunk, number))
         if round is None or index not in round.missing:
-            raise WireError(
-                f"the server sent unexpected maxima: packet {index}, chunk {chunk}, round {number}"
-            )
+            raise WireError(f"unexpected maxima: packet {index} of chunk {chunk}, round {number}")
         round.maxima[index * PAYLOAD_NBYTES : (index + 1) * PAYLOAD_NBYTES] = payload
         round.missing.remove(index)
         if not round.missing:
@@ -273,10 +270,7 @@ class Pulls:
         key = self._keys.get(ticket, (-1, 0))
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:
-            raise WireError(
-                f"the fan-in end sent chunk {chunk} over TCP for ticket {ticket}, but no pull of"
-                " this chunk waits for an answer over TCP"
-            )
+            raise WireError(f"chunk {chunk} came over TCP for ticket {ticket}, but no pull waits")
         pull = waiting.pop()
         self._answered(key)
         return pull

@@ -91,18 +91,13 @@ class SwitchLink:
         try:
             answer = self._answer.get(timeout=ANSWER_S)
         except queue.Empty:
-            raise DeadlineError(
-                f"switch {self.name} did not answer within {ANSWER_S:.0f} s"
-            ) from None
+            raise DeadlineError(f"switch {self.name} did not answer in {ANSWER_S:.0f} s") from None
         if isinstance(answer, PeerError):
             raise answer
         return answer
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(
-            f"switch {self.name} sent a frame of kind {kind} with a payload of {nbytes} bytes, but"
-            " switches send no payloads"
-        )
+        raise WireError(f"switch {self.name} sent frame {kind} with {nbytes} payload bytes, not 0")
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields: Any = m.header(kind, header)
@@ -232,8 +227,7 @@ class Registration:
             if answer.slots < self.tree.plan.window or answer.port != (port or answer.port):
                 raise WireError(
                     f"switch {node.address} gave {answer.slots} slots at port {answer.port}, but"
-                    f" the job needs {self.tree.plan.window} slots at"
-                    f" {f'port {port}' if port else 'any port'}"
+                    f" the job needs {self.tree.plan.window} slots at port {port or '(any)'}"
                 )
         self.ports[node.address] = answer.port
         self._links[node.address] = receiver

@@ -72,8 +72,7 @@ class SwitchHost:
         if not hello.startswith(switch_frames.SWITCH_GREETING):
             raise WireError(
                 f"{self.where} is a switch: it sums and copies packets, and serves no parameters",
-                hint="list this switch in the job's fan_in, and give the job the address of a"
-                " `roadtrain serve --store` process as the server",
+                hint="list it in the job's fan_in; the server must be a `roadtrain serve --store`",
             )
         rest = hello[len(switch_frames.SWITCH_GREETING) :]
         request = m.decoded(switch_frames.SWITCH_HELLO, rest, "invalid greeting of a fan-in end")
@@ -201,9 +200,7 @@ class _JobLink:
         self.host, self.job, self.link = host, job, link
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(
-            f"a switch received an unexpected frame of kind {kind} with a payload of {nbytes} bytes"
-        )
+        raise WireError(f"a switch received an unexpected frame of kind {kind}, {nbytes} bytes")
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         raise WireError(f"a switch received an unexpected frame of kind {kind}")

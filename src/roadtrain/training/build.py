@@ -130,9 +130,7 @@ def named(text: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
-        raise ConfigError(
-            f"{where}: {cause}", hint="write MODULE:NAME for a module that can be imported here"
-        ) from cause
+        raise ConfigError(f"{where}: {cause}", hint="write MODULE:NAME, importable here") from cause
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:

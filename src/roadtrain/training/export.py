@@ -77,8 +77,7 @@ def _export_store(
         else:
             if not job.store.files:
                 raise ConfigError(
-                    f"{run} has no state on files (store.files = [])",
-                    hint="train with store.files set; the state is then in files",
+                    f"{run} has no state on files (store.files = [])", hint="train with it set"
                 )
             where = ", ".join(job.store.files)
             store = open_store(

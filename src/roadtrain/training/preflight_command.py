@@ -51,8 +51,7 @@ def command(
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices ({devices}) must be 1 or more, and --patience ({patience:g}) must be"
-            " above 0"
+            f"--devices ({devices}) must be 1 or more and --patience ({patience:g}) must be above 0"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
@@ -90,8 +89,7 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
     ranks, rest = divmod(parallelism.devices, per_rank)
     if rest:
         raise ConfigError(
-            f"the job's parallelism ({parallelism}) has {parallelism.devices} ranks, not a multiple"
-            f" of {per_rank} per host",
+            f"{parallelism} has {parallelism.devices} ranks, not a multiple of {per_rank} per host",
             hint="set --devices to the number of ranks of each host",
         )
     return ranks

@@ -59,9 +59,7 @@ class StepExchange:
             return None
         words = self._worker.words(step - self.lag)
         if wrong := [len(word) for word in words if len(word) != WORD.size]:
-            raise WireError(
-                f"the step data of a worker must have {WORD.size} bytes, but has {wrong[0]}"
-            )
+            raise WireError(f"a worker's step data has {wrong[0]} bytes, expected {WORD.size}")
         losses, tokens, stops = zip(*map(WORD.unpack, words))
         most = min(max(stops), len(STOPS) - 1)
         return GlobalStep(sum(losses) / len(losses), sum(tokens), STOPS[most])

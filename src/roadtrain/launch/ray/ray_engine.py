@@ -410,9 +410,7 @@ def end_services(mark: str) -> None:
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"the actor {left[0]} of an earlier launch was killed, but has not ended"
-            )
+            raise LaunchError(f"the killed actor {left[0]} of an earlier launch has not ended")
         end_actors(mark)
         time.sleep(0.1)
 

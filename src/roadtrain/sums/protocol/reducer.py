@@ -74,10 +74,7 @@ class ReducerStateMachine:
                 hint="every worker must run the same loop over the same model",
             )
         if worker in current.here:
-            raise LoopError(
-                f"worker {worker} pushed the same part of tensor {part.key} twice in round"
-                f" {part.round}"
-            )
+            raise LoopError(f"worker {worker} pushed round {part.round} of tensor {part.key} twice")
         current.here.add(worker)
         if part.summed:
             current.summed[worker] = part.summed

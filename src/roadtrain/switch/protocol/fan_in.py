@@ -290,10 +290,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         for message in messages:
             if message.fresh == (message.worker in chunk.announced):
                 raise LoopError(
-                    f"worker {message.worker} announced"
-                    f" {'the first' if message.fresh else 'another'} gradient of chunk"
-                    f" {chunk.number} in this step, but {'a' if message.fresh else 'no'} gradient"
-                    " of this worker was summed earlier in this step",
+                    f"worker {message.worker} announced its {'first' if message.fresh else 'next'}"
+                    f" gradient of chunk {chunk.number} in this step, but"
+                    f" {'one' if message.fresh else 'none'} was summed before",
                     hint=SAME_LOOP,
                 )
         chunk.rounds += 1
@@ -335,8 +334,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             drop = chunk.at(m.DiscardGrad)
             raise LoopError(
                 f"worker(s) {_listed(sorted(drop))} discard their gradient of chunk {chunk.number},"
-                f" worker(s) {_listed(sorted(keep))} do not, but all these gradients are already"
-                " in one sum",
+                f" worker(s) {_listed(sorted(keep))} do not, but all are already in one sum",
                 hint=SAME_LOOP,
             )
         chunk.pop(m.DiscardGrad)

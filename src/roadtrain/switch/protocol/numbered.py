@@ -152,8 +152,7 @@ class NumberedSender:
         """
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
-                f"a heartbeat acknowledges packets below number {max(beat.ack, beat.end)}, but only"
-                f" packets below number {self.next} were sent",
+                f"{max(beat.ack, beat.end)} packets are acknowledged, but {self.next} were sent",
                 hint="do both ends run the same job and version?",
             )
         last, self.beat = self.beat, combined(self.beat, beat)
