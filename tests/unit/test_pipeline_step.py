@@ -82,7 +82,7 @@ def test_after_an_error_nothing_follows_and_modes_are_as_before() -> None:  # Ru
         training.evaluate(lambda micro: MicroBatch())
     assert [module.training for module in model.modules()] == [True, True, False]
     for again in (training.step, training.evaluate):
-        with pytest.raises(LoopError, match="the evaluation after step 0 ended with an error"):
+        with pytest.raises(LoopError, match="the evaluation after step 0 failed on this process"):
             again(lambda micro: MicroBatch())
 
 
