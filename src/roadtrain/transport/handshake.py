@@ -1,5 +1,5 @@
 """The handshake of a new connection. Both sides authenticate each other before a deadline, with
-messages of a few hundred bytes. Then the connection can become part of a link.
+messages of a few hundred bytes.
 
     client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
                       id, nonce, language, length and SHA-256 of hello
@@ -15,17 +15,17 @@ client's proof and hello. Both sides choose a new nonce for each handshake, and 
 own role, so a message can neither be replayed later nor sent back to its sender. Each message ends
 with its own checksum, so that a flipped bit is not reported as a wrong token.
 
-Note "language". The language is a digest of all message types that the two sides exchange (usually
-the message types of servers/frames.py), so versions of roadtrain that would misunderstand each
-other refuse to connect. The first ten bytes of a greeting (magic, version) are the same in every
-version of roadtrain, so that each side can report that the other side has another version.
+Note "language". The language is a digest of all message types that the two sides exchange, so
+versions of roadtrain that would misunderstand each other refuse to connect. The first ten bytes of
+a greeting (magic, version) are the same in every version of roadtrain, so that each side can report
+that the other side has another version.
 
 "hello" is a message of the client's owner, such as the number of a worker. The token is never sent,
 but both sides prove that they know the token. A side without a token only connects to another side
 without a token. All connections of a link have the same link id. The client sends hello on the
 first connection. The server sends a verdict on each connection once all connections of the link
-have arrived. The handshake does not protect the bytes after the handshake: to protect those bytes,
-use TLS or a private network. The handshake works with every kind of socket.
+have arrived. The handshake does not protect the bytes after it: for these, use TLS or a private
+network.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ NO_LANGUAGE = bytes(16)  # the language of links that do not carry roadtrain's o
 
 
 class Greeting(NamedTuple):
-    """The first message that each side sends in a handshake."""
+    """The first message of each side in a handshake."""
 
     magic: bytes
     version: int
@@ -116,8 +116,8 @@ class Greeting(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenHandshake:
-    """A handshake that is complete except for the verdict (accepted or refused). `greeting` is the
-    greeting of the other side."""
+    """A handshake that is complete except for the verdict. `greeting`: the greeting of the other
+    side."""
 
     greeting: Greeting
     token: bytes | None
@@ -136,7 +136,7 @@ def greeting(
     hello: bytes = b"",
 ) -> Greeting:
     """Return the greeting that this side sends on connection `number` of the link with the id
-    `link`. Raises WireError if `hello` is longer than MAX_HELLO bytes."""
+    `link`. Raises WireError if `hello` is longer than 64 KiB."""
     if len(hello) > MAX_HELLO:
         raise WireError(
             f"the client's hello message has {len(hello)} bytes, but at most {MAX_HELLO} are"
@@ -166,9 +166,8 @@ def client_greet(
     deadline: float,
     binding: bytes = b"",
 ) -> OpenHandshake:
-    """Do the client's side of a handshake, without the verdict: exchange greetings, and send the
-    proof and `hello`. `binding`: the SHA-256 of the server's TLS certificate, or b"" without
-    TLS."""
+    """Do the client's side of a handshake, without the verdict. `binding`: the SHA-256 of the
+    server's TLS certificate, or b"" without TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     beginning = receive(sock, BEGINNING.size, deadline, "the server's greeting")
@@ -250,9 +249,8 @@ def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Send the client a verdict that refuses the connection, with `error` as the reason. If `error`
-    is an AuthError or a BusyError, the client raises an error of the same class. Otherwise the
-    client raises a WireError."""
+    """Send the client a verdict that refuses the connection, with `error` as the reason. The client
+    raises an AuthError or BusyError if `error` is one, otherwise a WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
@@ -268,9 +266,9 @@ def _send_verdict(
 def _rest_of_greeting(
     sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
 ) -> bytes:
-    """Receive the bytes of the peer's greeting that follow `beginning`, and return the complete
-    greeting. First check the version in `beginning`, because greetings of other versions may have
-    other lengths. Raises WireError if the peer's version differs from the version of this side."""
+    """Receive the bytes of the peer's greeting after `beginning`, and return the complete greeting.
+    Raises WireError if the peer's version, which `beginning` contains, differs from that of this
+    side."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
         raise WireError(f"the peer is not a roadtrain process: its first bytes are {beginning!r}")
@@ -365,15 +363,15 @@ def _timed(sock: socket.socket, deadline: float, what: str) -> None:
 
 
 def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> FrameStream:
-    """Return a new link that is not started yet. The frame limit of the link is the smallest of the
-    limits that the two sides have announced."""
+    """Return a new link that is not started yet. Its frame limit is the smallest that the two sides
+    have announced."""
     limit = min([ours.frame_limit, *(other.greeting.frame_limit for other in theirs)])
     return FrameStream(peer, limit, ours.summed, ours.close_s)
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:
-    """Convert any error to a PeerError with the name of the peer in the message. If `error` is
-    already a PeerError, the result has the same class as `error`."""
+    """Convert any error to a PeerError with the name of the peer in the message. A PeerError keeps
+    its class."""
     if isinstance(error, PeerError):
         return error if peer in str(error) else type(error)(f"{peer}: {error}")
     if isinstance(error, ssl.SSLError):
