@@ -149,8 +149,7 @@ def command(
         or (job.servers.addresses and not lab)
     ):
         raise ConfigError(
-            "this job cannot be calibrated: calibrate runs one worker, with its state on this host"
-            " and without compression",
+            "calibrate runs one worker, with its state on this host and without compression",
             hint="remove servers.addresses (or add --lab), servers.relay, servers.replicas,"
             " compress.keep and compress.downcast, and set optimizer.delay to 0 or 1",
         )

@@ -139,8 +139,7 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
         raise ConfigError(
             f"the lab cannot emulate {kinds[0]} kind(s) of SSDs in worker hosts and"
             f" {sum(kinds[1:])} kind(s) of SSDs in server hosts",
-            hint="a worker with a store on files needs exactly 1 kind of SSDs, and a server must"
-            " have no SSDs",
+            hint="a worker with a store on files needs 1 kind of SSDs, and a server must have none",
         )
     cards = () if server is None else cluster.common([worker, server])
     rates = [(card.total, CARD_MOST) for card in cards]

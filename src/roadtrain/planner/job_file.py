@@ -83,10 +83,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
             + (", or --placements server" if lab else ", or add --lab"),
         )
     if path.suffix != ".json":
-        raise ConfigError(
-            f"{model} is the name of a shape, which is not enough to run the model",
-            hint="give --model config.json, the config of a model",
-        )
+        raise ConfigError(f"{model} is a shape and cannot run", hint="give --model config.json")
     tree = tomllib.loads(text)
     tree["model"]["config"] = {
         name: value for name, value in loads(path.read_text()).items() if value is not None

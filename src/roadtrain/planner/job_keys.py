@@ -167,8 +167,7 @@ def _servers(
         if ports.keys() != tree.switches.keys():
             ours, planned = (", ".join(sorted(names)) or "none" for names in (ports, tree.switches))
             raise ConfigError(
-                f"the machines run the switches {ours}, but the plan's cluster has the"
-                f" switches {planned}",
+                f"the machines run the switches {ours}, but the plan's cluster has {planned}",
                 hint="set machines.hosts.switch to the name of a switch of the cluster file",
             )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)

@@ -117,14 +117,10 @@ class JobPlans:
         own, found = self.job.servers, keys.get("servers.addresses", [])
         if own.addresses not in ([], found):
             raise ConfigError(
-                "the job sets servers.addresses, but not to the addresses of the plan's"
-                f" {len(found)} server(s)"
+                f"the job sets servers.addresses, not those of the plan's {len(found)} server(s)"
             )
         if plan.placement.fans_in and (own.ca or own.cert or own.key):
-            raise ConfigError(
-                "the plan sums gradients in switches, which do not support TLS, but the job sets"
-                " servers.ca, servers.cert or servers.key"
-            )
+            raise ConfigError("switches cannot be combined with TLS (servers.ca, cert, key)")
         options = importlib.import_module("roadtrain.training.job_options")  # imports torch
         options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 

@@ -109,8 +109,7 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
         if machine.name in hosts:
             raise ConfigError(
                 f"2 machines of the cluster are called {machine.name!r}",
-                hint="the machines of a [[hosts]] entry with a count are called NAME0, NAME1, ...;"
-                " rename one of the [[hosts]]",
+                hint="rename one of the [[hosts]]; those with a count are called NAME0, NAME1, ...",
             )
         hosts[machine.name] = machine
 

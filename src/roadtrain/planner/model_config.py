@@ -112,15 +112,11 @@ def shape_of_config(
             whole, half = (_count_tokens(kind, model, parts, n) for n in (ran, ran // 2))
         else:
             raise ConfigError(
-                f"the input of a `{kind}` is {model.main_input_name}, but only models of token ids"
-                " or of images are supported",
+                f"a `{kind}` takes {model.main_input_name}, but must take token ids or images",
                 hint=OWN,
             )
     if half is None and seq_len is not None:
-        raise ConfigError(
-            f"the input of a `{kind}` is an image, so a number of tokens cannot be set",
-            hint="omit --seq-len",
-        )
+        raise ConfigError(f"a `{kind}` takes images instead of tokens", hint="omit --seq-len")
     blocks = _blocks(parts, whole, half, experts, tokens / ran, text)
     idle = [i for i, part in enumerate(parts.blocks, 1) if not blocks[i].flops]
     if idle:
@@ -298,9 +294,8 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
     count, active = max(own for _, own in holders) or stated(ALL), stated(ACTIVE)
     if not 0 < active <= count:
         raise ConfigError(
-            f"the number of experts that a token uses is missing or wrong: a block of this `{kind}`"
-            f" has {count or 'an unknown number of'} experts, and a token uses"
-            f" {active or 'an unknown number'}",
+            f"wrong or missing number of experts: a block of this `{kind}` has"
+            f" {count or 'an unknown number'}, and a token uses {active or 'an unknown number'}",
             hint=f"set {ACTIVE[0]}; or {OWN}",
         )
     params = [p for module, _ in holders for p in module.parameters()]

@@ -83,14 +83,11 @@ def command(
         lab: with --verify, emulate the cluster on this machine (root); writes NAME.lab.toml
     """
     if lab and not verify:
-        raise ConfigError(
-            "--lab needs --verify", hint="add --verify to run steps in the lab, or omit --lab"
-        )
+        raise ConfigError("--lab needs --verify", hint="add --verify, or omit --lab")
     if job and (model or seq_len is not None or job_file or verify):
         raise ConfigError(
             "--model, --seq-len, --job-file and --verify cannot be combined with --job",
-            hint="omit these options: the job defines the model, and `roadtrain launch` runs the"
-            " plan",
+            hint="omit them: the job defines the model, and `roadtrain launch` runs the plan",
         )
     for written in filter(None, (out, json, html, trace, job_file)):
         check_file(Path(written))
@@ -140,10 +137,7 @@ def batch_to_plan(job: Job, option: int | None) -> int | None:
     it. `option`: the value of --batch. Raises ConfigError if they set different numbers."""
     own = batch_of_job(job)
     if option is not None and option < 1:
-        raise ConfigError(
-            f"--batch is {option}, but must be at least 1",
-            hint="give a number of samples, such as --batch 64",
-        )
+        raise ConfigError(f"--batch is {option}, but must be at least 1", hint="try --batch 64")
     if own and option and own != option:
         raise ConfigError(
             f"--batch is {option}, but a step of the job has {own} samples (batch_size x passes)",

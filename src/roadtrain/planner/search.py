@@ -157,15 +157,9 @@ def search(
     if goal == "cost" and not any(
         (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
     ):
-        raise ConfigError(
-            "the goal is cost, but no host has a price",
-            hint="set `price_per_hour` of hosts in the cluster file",
-        )
+        raise ConfigError("goal cost: no host has `price_per_hour`", hint="set it for hosts")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
-        raise ConfigError(
-            "the goal is energy, but no device has a power draw",
-            hint="set `peak_watts` of devices in the cluster file",
-        )
+        raise ConfigError("goal energy: no device has `peak_watts`", hint="set it for devices")
     searcher = _Search(cluster, model, constants, settings, fitted)
     if batch is not None:
         return replace(searcher.best(batch, explain), batch=batch)

@@ -123,8 +123,7 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     if "dp" not in parallelism and min(degrees) > 0:  # make_plan reports a degree below 1
         if cluster.device_count % ranks:
             raise ConfigError(
-                f"the cluster's {cluster.device_count} devices are not divisible by tp x pp x cp ="
-                f" {ranks}",
+                f"tp x pp x cp = {ranks} does not divide the {cluster.device_count} devices",
                 hint="choose other values of tp, pp and cp, or set dp",
             )
         parallelism["dp"] = max(1, cluster.device_count // ranks)

@@ -138,10 +138,7 @@ def constants(name: str) -> Constants:
     no constants of this name."""
     fitted = _fitted()
     if name not in fitted:
-        raise ConfigError(
-            f"config/fitted.toml has no constants with the name {name!r}",
-            hint=f"choose one of {', '.join(fitted)}",
-        )
+        raise ConfigError(f"no constants named {name!r}", hint=f"choose one of {', '.join(fitted)}")
     return fitted[name]
 
 

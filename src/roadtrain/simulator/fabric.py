@@ -44,8 +44,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     rests = "ssd" in (place.parameters, place.state)
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
-            f"placement {place.name} sums gradients on hosts without devices, but no such host of"
-            " the cluster has a network card",
+            f"placement {place.name} sums on hosts without devices, but none has a network card",
             hint="add a host that has a network card and no devices, or choose placement summation",
         )
     if place.sum == "switch":
@@ -55,8 +54,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             raise ConfigError(
                 f"placement {place.name} needs a relay on a network card of each host, but host"
                 f" {host.name} has no card with a processor",
-                hint="set `relay = true` for a network card of the host, or choose placement"
-                " zero-offload",
+                hint="set `relay = true` for a card of the host, or choose placement zero-offload",
             )
         if rests and not host.ssds:
             raise ConfigError(
@@ -65,16 +63,14 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
-                f"placement {place.name} updates parameters in the SSDs, but the SSDs of host"
-                f" {host.name} have no processor",
+                f"placement {place.name} updates in SSDs, but SSDs of {host.name} cannot compute",
                 hint="set `updates` of these `ssds`, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
         if not all(ssd.capacity for ssd in host.ssds):
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, but the SSDs of host {host.name}"
-                " have no `capacity`",
+                f"placement {place.name} keeps data on SSDs, but {host.name} states no `capacity`",
                 hint="set the `capacity` of these `ssds` in the cluster file",
             )
 

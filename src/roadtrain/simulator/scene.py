@@ -62,8 +62,7 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} needs {parallelism.devices} devices, but the cluster has"
-                f" {len(slots)}",
+                f"{parallelism} needs {parallelism.devices} devices, the cluster has {len(slots)}",
                 hint="choose a smaller parallelism, or add hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
@@ -99,20 +98,17 @@ class Scene:
         for switch in tree.switches.values():
             if 0 < switch.slots < window:
                 raise ConfigError(
-                    f"placement {name} needs a slot for each of {window} packets in flight, but"
-                    f" switch {switch.name} has {switch.slots} slots",
+                    f"{name} needs {window} slots, but switch {switch.name} has {switch.slots}",
                     hint="use a smaller packets.window, or a switch with more slots",
                 )
             if (children := tree.children(switch.name)) > MOST_CHILDREN:
                 raise ConfigError(
-                    f"{children} hosts and switches send to switch {switch.name}, but the maximum"
-                    f" is {MOST_CHILDREN}",
+                    f"switch {switch.name} has {children} children, but may have {MOST_CHILDREN}",
                     hint="add a level of switches",
                 )
         if self.plan.keep is not None:
             raise ConfigError(
-                f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends only a"
-                " part of each gradient",
+                f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends parts",
                 hint="omit keep, or choose placement server",
             )
 
@@ -295,10 +291,8 @@ class Scene:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
         if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
             raise ConfigError(
-                f"tensor-parallel groups of {tp} devices cannot be placed on hosts with {fewest}"
-                " devices",
-                hint="choose a tp that divides the number of devices per host, or a multiple of"
-                " this number",
+                f"tensor-parallel groups of {tp} devices do not fit on hosts with {fewest} devices",
+                hint="choose a tp that divides the number of devices per host, or a multiple of it",
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:

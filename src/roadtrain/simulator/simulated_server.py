@@ -183,9 +183,7 @@ class SimulatedServer:
             case m.Send(message):
                 self._reply(message)
             case _:
-                raise AssertionError(
-                    f"the server's state machine returned an unexpected action: {action}"
-                )
+                raise AssertionError(f"unexpected action of the server: {action}")
 
     def _reply(self, message: m.ServerMessage) -> None:
         match message:

@@ -92,10 +92,7 @@ def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
     if not (cert or key or ca):
         return None
     if key and not cert:
-        raise ConfigError(
-            f"TLS: the key {key} needs its certificate",
-            hint="pass both the certificate and the key",
-        )
+        raise ConfigError(f"TLS: the key {key} needs its certificate", hint="pass both")
     for path in filter(None, (cert, key, ca)):
         if not os.access(path, os.R_OK):
             raise ConfigError(

@@ -138,10 +138,7 @@ def greeting(
     """Return the greeting that this side sends on connection `number` of the link with the id
     `link`. Raises WireError if `hello` is longer than 64 KiB."""
     if len(hello) > MAX_HELLO:
-        raise WireError(
-            f"the client's hello message has {len(hello)} bytes, but at most {MAX_HELLO} are"
-            " allowed"
-        )
+        raise WireError(f"the hello message has {len(hello)} bytes; the limit is {MAX_HELLO}")
     return Greeting(
         MAGIC,
         VERSION,
@@ -186,9 +183,7 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
     raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
     code, length, text_sum, theirs = VERDICT.unpack(opened(raw, what))
     if length > MAX_TEXT:
-        raise WireError(
-            f"the server's verdict has a text of {length} bytes, but at most {MAX_TEXT} are allowed"
-        )
+        raise WireError(f"the server's verdict has {length} bytes; the limit is {MAX_TEXT}")
     words = receive(sock, length, deadline, what)
     opened(words + SUM.pack(text_sum), what)
     decoded = words.decode(errors="replace")
@@ -201,9 +196,7 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
             "the server did not prove that it has the token", hint="give both sides the same token"
         )
     if code != ACCEPTED:
-        raise (BusyError if code == BUSY else WireError)(
-            f"the server refused the connection: {text}"
-        )
+        raise (BusyError if code == BUSY else WireError)(f"the server refused the link: {text}")
 
 
 def server_greet(
@@ -220,14 +213,10 @@ def server_greet(
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
         raise WireError(
-            f"connection {theirs.number} of {theirs.connections} of a link is invalid: connections"
-            f" count from 0, and at most {MAX_CONNECTIONS} connections are allowed"
+            f"connection {theirs.number} of {theirs.connections} (from 0, limit {MAX_CONNECTIONS})"
         )
     if theirs.hello_nbytes > MAX_HELLO:
-        raise WireError(
-            f"the client's hello message has {theirs.hello_nbytes} bytes, but at most {MAX_HELLO}"
-            " are allowed"
-        )
+        raise WireError(f"the hello has {theirs.hello_nbytes} bytes; the limit is {MAX_HELLO}")
     transcript = raw + mine + binding
     sealed_proof = receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token")
     proof = opened(sealed_proof, "the proof of the token")
@@ -288,29 +277,19 @@ def _rest_of_greeting(
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
     if theirs.nonce == ours.nonce:
-        raise WireError(
-            "this side received its own greeting: the peer sends messages back unchanged"
-        )
+        raise WireError("this side received its own greeting: the peer echoes all messages")
     if theirs.language != ours.language:
         raise WireError(
             f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
-            f" ({ours.language.hex()[:8]}): the peer is another version of roadtrain, or a server"
-            " of another kind",
-            hint="install the same version of roadtrain on both sides, and check that the address"
-            " is that of the intended server",
+            f" ({ours.language.hex()[:8]}): another version of roadtrain or another kind of server",
+            hint="install the same version of roadtrain on both sides, and check the address",
         )
     if theirs.has_token != ours.has_token:
         have = ("no token", "one") if theirs.has_token else ("a token", "none")
-        raise AuthError(
-            f"this side has {have[0]}, but the peer has {have[1]}",
-            hint="give both sides the same token",
-        )
+        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use equal tokens")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
-        raise WireError(
-            f"this side has checksums {here}, but the peer has checksums {there}",
-            hint="set the option `checksums` to the same value on both sides",
-        )
+        raise WireError(f"checksums are {here}, but the peer's are {there}", hint="make them equal")
     return theirs
 
 
@@ -348,9 +327,7 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
                 f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes arrived)"
             ) from error
         if n == 0:
-            raise LostError(
-                f"the peer hung up before sending {what} ({have} of {nbytes} bytes arrived)"
-            )
+            raise LostError(f"the peer hung up before {what}: {have} of {nbytes} bytes arrived")
         have += n
     return bytes(raw)
 

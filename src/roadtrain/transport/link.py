@@ -171,35 +171,23 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
     magic, version, *rest = _HEAD.unpack(raw[: _HEAD.size])
     head = Head(*rest)
     if magic != MAGIC:
-        raise WireError(
-            f"the received bytes are not a frame: the data begins with {magic!r}, not {MAGIC!r}"
-        )
+        raise WireError(f"this is not a frame: it begins with {magic!r}, not {MAGIC!r}")
     if summed:
         opened(raw, "the head of a frame")
     if version != VERSION:
-        raise WireError(
-            f"the peer sent a frame of protocol version {version}, but this side has {VERSION}"
-        )
+        raise WireError(f"the frame has protocol version {version}, but this side has {VERSION}")
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
         raise WireError(
-            f"frame {head.sequence} has flags {head.flags:#x}, which are not valid on a link whose"
-            f" checksums are {'on' if summed else 'off'}"
+            f"a frame has flags {head.flags:#x}, but checksums are {'on' if summed else 'off'}"
         )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
         raise WireError(
-            f"the peer sent a goodbye of {head.header_nbytes + head.nbytes} bytes and kind"
-            f" {head.kind}, but a goodbye must have 0 bytes and kind 0"
+            f"a goodbye has {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not 0"
         )
     if head.header_nbytes > MAX_HEADER:
-        raise WireError(
-            f"the peer sent a frame whose header of {head.header_nbytes} bytes exceeds the limit of"
-            f" {MAX_HEADER} bytes"
-        )
+        raise WireError(f"a header of {head.header_nbytes} bytes exceeds the limit of {MAX_HEADER}")
     if head.nbytes > limit:
-        raise WireError(
-            f"the peer sent a frame whose payload of {head.nbytes} bytes exceeds the limit of"
-            f" {limit} bytes"
-        )
+        raise WireError(f"a payload of {head.nbytes} bytes exceeds the limit of {limit}")
     return head
 
 
@@ -222,12 +210,10 @@ def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) ->
     """Raise WireError if a frame cannot be sent: its header or its payload of `nbytes` bytes is too
     large, or its kind is not a 16-bit number. `limit`: the most bytes of a payload."""
     if len(header) > MAX_HEADER:
-        raise WireError(
-            f"{peer}: a header of {len(header)} bytes exceeds the limit of {MAX_HEADER} bytes"
-        )
+        raise WireError(f"{peer}: a header has {len(header)} bytes; the limit is {MAX_HEADER}")
     if nbytes > limit:
         raise WireError(
-            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit} bytes",
+            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit}",
             hint="split the payload, or raise frame_limit on both sides",
         )
     if not 0 <= kind < 1 << 16:

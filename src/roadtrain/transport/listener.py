@@ -235,9 +235,7 @@ class Listener:
         theirs = caller.greeting
         with self._lock:
             if self._closed:  # `close` has ended the waits, so a new wait would not be ended
-                raise LostError(
-                    "the listener was closed before all connections of the link had arrived"
-                )
+                raise LostError("the listener was closed before all connections arrived")
             first = theirs.link not in self._joining
             joining = self._joining.setdefault(theirs.link, _PartialLink())
             if theirs.number in joining.there:
@@ -262,10 +260,7 @@ class Listener:
         if gave_up:
             for sock, _ in joining.there.values():
                 sock.close()
-            raise LostError(
-                f"only {len(joining.there)} of the link's connections arrived before the deadline"
-                " of the handshake"
-            )
+            raise LostError(f"only {len(joining.there)} connections of the link arrived in time")
 
     def _make(self, joining: _PartialLink, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]

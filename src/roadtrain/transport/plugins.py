@@ -45,8 +45,7 @@ def link_options(name: str) -> type[tcp.TcpOptions]:
     options = load(GROUP, name)
     if not (isinstance(options, type) and issubclass(options, tcp.TcpOptions)):
         raise ConfigError(
-            f"{_declared(GROUP, _found(GROUP)[name])}, but is not a subclass of"
-            " roadtrain.transport.tcp.TcpOptions"
+            f"{_declared(GROUP, _found(GROUP)[name])}, but is not a subclass of tcp.TcpOptions"
         )
     return options
 

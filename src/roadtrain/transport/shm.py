@@ -152,22 +152,18 @@ def _receive_channel(sock: socket.socket) -> Channel:
             raise LostError("the peer closed the connection before sending the shared memory")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(
-                f"the peer must send 8 bytes and {1 + _EVENTS} descriptors, but sent {len(raw)}"
-                f" bytes and {len(fds)} descriptors"
+                f"received {len(raw)} bytes and {len(fds)} descriptors, not 8 and {1 + _EVENTS}"
             )
         (size,) = struct.unpack("<Q", raw)
         try:
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise WireError(
-                f"the first descriptor that the peer sent is not a memfd: {error}"
-            ) from error
+            raise WireError(f"the peer's first descriptor is not a memfd: {error}") from error
         nbytes = os.fstat(fds[0]).st_size
         if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
             raise WireError(
-                f"the peer's shared memory must be sealed and have {_MEMORY_BYTES} bytes for rings"
-                " of"
-                f" {RING_BYTES}, but has {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
+                f"rings must be sealed and have {RING_BYTES} bytes each, but the peer's memory has"
+                f" {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
             )
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a descriptor that the peer sent is not an eventfd")
@@ -257,10 +253,7 @@ class _Ring:
     def _used(self, head: int, tail: int) -> int:
         used = head - tail
         if not 0 <= used <= RING_BYTES:
-            raise WireError(
-                f"the counters of a ring are damaged: they imply {used} used bytes of a ring of"
-                f" {RING_BYTES}"
-            )
+            raise WireError(f"damaged counters imply {used} used bytes of a ring of {RING_BYTES}")
         return used
 
     def _copy(self, view: memoryview, into: bool) -> None:
@@ -381,8 +374,7 @@ def _start_fences() -> None:
         _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _REGISTER_EXPEDITED, 0, 0)
     ):
         raise ConfigError(
-            "shared memory links need x86-64 or membarrier(2), but this machine"
-            f" ({platform.machine()}) has neither",
+            f"shared memory links need x86-64 or membarrier(2), but this is {platform.machine()}",
             hint="use TCP over 127.0.0.1",
         )
 

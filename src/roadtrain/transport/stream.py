@@ -104,8 +104,7 @@ class _Reader:
             if n == 0:
                 if have:
                     raise LostError(
-                        f"the connection ended in the middle of a head: {have} of {HEAD_NBYTES}"
-                        " bytes of the frame's head arrived"
+                        f"the connection ended within a head: {have} of {HEAD_NBYTES} bytes arrived"
                     )
                 return None
             self._to += n
@@ -120,8 +119,7 @@ class _Reader:
             n = self._channel.recv_into(view[have:], True)
             if n == 0:
                 raise LostError(
-                    f"the connection ended in the middle of {self.what}: {have} of {len(view)}"
-                    " bytes arrived"
+                    f"the connection ended within {self.what}: {have} of {len(view)} bytes arrived"
                 )
             have += n
 
@@ -411,9 +409,7 @@ class FrameStream:
                 if sequence == self._accepted and sequence - self._delivered < WINDOW:
                     return True
                 if len(self._waiting) == self._reading and self._accepted not in self._waiting:
-                    raise WireError(
-                        f"frame {sequence} has arrived, but frame {self._accepted} is missing"
-                    )
+                    raise WireError(f"frame {self._accepted} is missing before frame {sequence}")
                 self._turned.wait()
             self._waiting.remove(sequence)
             return False
@@ -421,18 +417,12 @@ class FrameStream:
     def _goodbye(self, head: Head) -> None:
         with self._lock:
             if self._end not in (None, head.sequence):
-                raise WireError(
-                    f"the peer sent two goodbyes that differ: a total of {self._end} frames, and a"
-                    f" total of {head.sequence} frames"
-                )
+                raise WireError(f"goodbyes differ: {self._end} and {head.sequence} frames")
             self._end = head.sequence
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(
-                    f"the peer's goodbye states that {self._end} frames were sent, but"
-                    f" {self._accepted} frames arrived"
-                )
+                raise WireError(f"the goodbye counts {self._end} frames, {self._accepted} arrived")
         self._deliver()
 
     def _deliver(self) -> None:
