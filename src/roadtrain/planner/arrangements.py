@@ -114,7 +114,7 @@ def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool
 
 def _odd(kinds: Sequence[Host]) -> list[Host]:
     """Return the kinds of hosts that differ from the most common kind, slowest network card first.
-    If no kind is the most common, return all kinds."""
+    If all hosts differ, return all kinds."""
     alike = Counter[Hashable]()
     for host in kinds:
         alike[_likeness(host)] += host.count

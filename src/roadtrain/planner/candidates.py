@@ -182,9 +182,8 @@ def parallelisms(
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). Within
-    a stage, the fastest network cards of all hosts share a switch. Yield nothing if those of the
-    whole cluster share a switch."""
+    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). The
+    hosts of a stage share a switch. Yield nothing if all hosts of the cluster share a switch."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
@@ -262,9 +261,8 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
 
 
 def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
-    """Return the speed of each stage: the speed of a replica times the number of replicas.
-    `speeds`: the speed of a replica of each stage, or of the stage if all stages have equally many
-    replicas."""
+    """Return the speed of each stage: the speed of a replica of the stage, from `speeds`, times the
+    number of replicas. If all stages have equally many replicas, return `speeds`."""
     widths = parallelism.widths or (1,) * parallelism.pp
     return [speed * width for speed, width in zip(speeds, widths, strict=True)]
 

@@ -75,8 +75,8 @@ class JobPlans:
         return found if isinstance(found, str) else ""
 
     def _apart(self, plan: Plan) -> str:
-        """Return the reason why the hosts of a data-parallel group cannot exchange gradients, or
-        ""."""
+        """Return the reason why the hosts of a data-parallel group cannot exchange gradients, or ""
+        if there is none."""
         if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
             return ""
         hosts = switches.hosts_of(plan, self.cluster)
@@ -89,7 +89,7 @@ class JobPlans:
 
     def _unsplit(self, plan: Plan) -> str:
         """Return the reason why the model's layers cannot be split over a tensor-parallel group, or
-        ""."""
+        "" if there is none."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""
@@ -99,7 +99,8 @@ class JobPlans:
         return why
 
     def _untrained(self, plan: Plan) -> str:
-        """Return the reason why `train` refuses the job with the plan's keys, or ""."""
+        """Return the reason why `train` refuses the job with the plan's keys, or "" if it accepts
+        the job."""
         passes = plan.num_microbatches if plan.parallelism.virtual_stages > 1 else 0
         options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
         key = plan.placement.name, plan.parallelism, options
@@ -143,8 +144,8 @@ class JobPlans:
         return plan
 
     def _refused(self, plan: Plan) -> str:
-        """Return a sentence that names a setting of the job that the plan does not support, or
-        ""."""
+        """Return a sentence that names a setting of the job that the plan does not support, or ""
+        if there is none."""
         job, section, name = self.job, self.job.parallelism, plan.placement.name
         if why := contradicted(plan, job):
             return why.partition(", the plan is")[0]
@@ -195,7 +196,8 @@ COMPARED: Mapping[str, Callable[[Plan], Any]] = {
 
 def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
     """Return a text that lists settings, such as the bytes of a parameter, in which the plan and
-    the job differ, or "". Such differences may make the plan's predictions wrong."""
+    the job differ. Such differences may make the plan's predictions wrong. Return "" if there are
+    none."""
     mine = JobPlans(job, cluster).as_it_runs(plan)
     found = [
         f"{what} {planned:g} (here {here:g})"
@@ -207,7 +209,8 @@ def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def refusal(check: Callable[..., object], *args: Any) -> str:
-    """Return the first line of the ConfigError that `check(*args)` raises, or ""."""
+    """Return the first line of the ConfigError that `check(*args)` raises, or "" if it raises
+    none."""
     try:
         check(*args)
     except ConfigError as error:

@@ -80,8 +80,8 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
 
 
 def _uneven(plan: Plan, cluster: Cluster) -> str:
-    """Return the reason why a real run would differ from the simulation of the plan, or "". The
-    simulation assumes that all hosts run the same number of workers."""
+    """Return the reason why a real run would differ from the simulation of the plan, or "" if there
+    is none. The simulation assumes that all hosts run the same number of workers."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)

@@ -229,8 +229,9 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Return the smallest batch with which the parallelism of the plan `best` scores at most 5%
-        worse than with its very large batch, and the score with this batch."""
+        """Return the smallest batch whose score is at most 5% worse than the score of `best`, and
+        the score with this batch. The parallelism is that of `best`, which has a very large
+        batch."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
@@ -254,8 +255,8 @@ class _Search:
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
         """Generate all candidates. Return the families by the name of the placement, and the
-        candidates that fit into memory, each with a lower bound of its score that considers only
-        computing."""
+        candidates that fit into memory. Each candidate has a lower bound of its score that
+        considers only computing."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []
@@ -488,9 +489,9 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
-    """Return the plan that exceeds a memory the least, among the plans that do not fit, with the
-    bytes that it needs of the memory that it exceeds the most. Return None if no plan was refused
-    because of memory."""
+    """Return the plan that exceeds a memory the least, among the plans that do not fit, and its
+    need of the memory that it exceeds the most. Return None if no plan was refused because of
+    memory."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
 
