@@ -297,14 +297,14 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             ["plan", "servers", "--model", "GPT-2", "--goal", "fun"],
             "`goal`: Input should be 'time', 'cost' or 'energy', not 'fun'",
         ),
-        (["plan", "servers", "--model", "GPT-2", "--goal", "cost"], "no host has a price"),
+        (["plan", "servers", "--model", "GPT-2", "--goal", "cost"], "no host has `price_per_hour`"),
         (
             ["plan", "servers", "--model", "GPT-2", "--placements", "zero9"],
             "no placement is called 'zero9'",
         ),
         (
             ["simulate", "servers", "--model", "GPT-2", "--tp", "3"],
-            "the cluster's 32 devices are not divisible",
+            "does not divide the 32 devices",
         ),
         (["reproduce", "luwwu"], "unknown paper 'luwwu'"),
     ],

@@ -224,8 +224,8 @@ def test_as_many_packets_as_in_the_real_run(elements: int, wire: str, width: int
     ("where", "said"),
     [
         (racks(2, sums=False), "no switch of cluster 'cluster' sums"),
-        (racks(2, slots=100), "2048 packets in flight, but switch root has 100 slots"),
-        (racks(65), "65 hosts and switches send to switch root, but the maximum is 64"),
+        (racks(2, slots=100), "needs 2048 slots, but switch root has 100"),
+        (racks(65), "switch root has 65 children, but may have 64"),
     ],
 )
 def test_what_switches_lack_is_said(where: Cluster, said: str) -> None:

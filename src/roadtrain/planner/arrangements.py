@@ -1,13 +1,11 @@
 """Search for plans that use a cluster's hosts in other orders than the cluster file, or that use
 only some of the hosts. This helps on clusters whose hosts with devices differ.
 
-Ranks are numbered host by host. Therefore the order of the hosts decides which hosts are neighbors
-in a pipeline, and which hosts form a data-parallel group. A host with a slow network card or device
-often slows training down the least if this host is the first or last host of the pipeline, or if
-the plan does not use this host. Hosts of the same kind stay together. Kinds that differ only in
-their names and addresses are treated as equal. At most 24 arrangements are tried. If there are at
-most 4 kinds of hosts with devices, any order may be tried. If there are more kinds, only the kinds
-that differ from the most common kind are moved, to the beginning or to the end.
+The order of the hosts decides which hosts are neighbors in a pipeline, and which hosts form a
+data-parallel group. A host with a slow network card or device often slows training down the least
+if it is the first or last host of the pipeline, or if it is not used. Hosts of the same kind stay
+together. At most 24 arrangements are tried. If there are more than 4 kinds of hosts with devices,
+only the kinds that differ from the most common kind are moved, to the beginning or to the end.
 """
 
 from __future__ import annotations
@@ -28,23 +26,22 @@ NAMES = {"name", "addresses"}  # fields of a host that do not affect its speed
 
 @dataclass(frozen=True)
 class Arrangement:
-    """An order of the hosts that compute. `cluster`: The cluster, with the hosts in this order.
-    `left_out`: The kinds of hosts with devices that are not used."""
+    """An order of the hosts that compute. `cluster`: the cluster with the hosts in this order.
+    `left_out`: the kinds of hosts with devices that are not used."""
 
     cluster: Cluster
     left_out: tuple[Host, ...] = ()
 
     @property
     def whole(self) -> Cluster:
-        """The cluster with all hosts. The unused hosts come after the hosts that compute, so no
-        rank of the plan is placed on an unused host."""
+        """The cluster with all hosts; the unused hosts come last."""
         hosts = (*self.cluster.workers, *self.left_out, *self.cluster.spares)
         return self.cluster.model_copy(update={"hosts": hosts})
 
     @property
     def text(self) -> str:
-        """A text for the user that lists the hosts that compute, in their order, and the hosts
-        that are not used."""
+        """A text for the user that lists the hosts that compute, in their order, and the unused
+        hosts."""
         order = "hosts in the order " + ", ".join(host.name for host in self.cluster.workers)
         without = ", ".join(host.name for host in self.left_out)
         return order + (f", without {without}" if without else "")
@@ -52,8 +49,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Arranged:
-    """The best arrangement, the search result for this arrangement, and the number of arrangements
-    that were tried."""
+    """The best arrangement, its search result, and the number of arrangements that were tried."""
 
     arrangement: Arrangement
     answer: SearchResult
@@ -73,12 +69,11 @@ def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
 
 
 def best_arrangement(cluster: Cluster, searched: Callable[[Cluster], SearchResult]) -> Arranged:
-    """Return the arrangement whose best plan has the best score. If several arrangements have this
-    score, return the first of them. The order of the cluster file is tried first.
+    """Return the arrangement whose best plan has the best score; among equals, the first that was
+    tried. The order of the cluster file is tried first.
 
-    `searched`: Function that searches a cluster, and raises ConfigError if no plan is possible on
-    the cluster. If no plan is possible on any arrangement, the ConfigError of the first arrangement
-    is raised.
+    `searched`: searches a cluster, and raises ConfigError if no plan is possible. If no plan is
+    possible on any arrangement, the ConfigError of the first arrangement is raised.
     """
     best: tuple[Arrangement, SearchResult] | None = None
     first: ConfigError | None = None
@@ -109,9 +104,8 @@ def _likeness(host: Host) -> Hashable:
 
 
 def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
-    """Return True if `seen` already has an order that is equal to `order`; otherwise add `order` to
-    `seen` and return False. Two orders are equal if their hosts differ only in names and
-    addresses."""
+    """Return True if `seen` has an order that is equal to `order` except for names and addresses;
+    otherwise add `order` to `seen` and return False."""
     signature = tuple(_likeness(host) for host in order)
     repeated = signature in seen
     seen.add(signature)
@@ -119,9 +113,8 @@ def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool
 
 
 def _odd(kinds: Sequence[Host]) -> list[Host]:
-    """Return the kinds of hosts that differ from the most common kind, sorted by the rate of their
-    fastest network card, slowest first. If each kind has one host and all kinds differ, return all
-    kinds."""
+    """Return the kinds of hosts that differ from the most common kind, slowest network card first.
+    If all hosts differ, return all kinds."""
     alike = Counter[Hashable]()
     for host in kinds:
         alike[_likeness(host)] += host.count
@@ -142,8 +135,8 @@ def _orders(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
 
 
 def _without(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """Yield subsets of the kinds of hosts. Each subset leaves out one or several of the kinds that
-    differ from the most common kind."""
+    """Yield subsets of the kinds of hosts. Each leaves out one or several kinds that differ from
+    the most common kind."""
     odd = _odd(kinds)[:FEW]
     for many in range(1, len(odd) + 1):
         for dropped in combinations(odd, many):

@@ -1,15 +1,13 @@
 """`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare the steps
 with the simulation.
 
-Without options, one worker runs on this host, with its state in memory or in files. The steps show
-at which rates this host computes and updates. The rates are written to the cluster file and marked
-as measured. With `--lab`, the cluster of the file is emulated (calibrate_lab.py). The emulated
-workers have the speed of this machine and not the speed of the devices in the file. Therefore the
-rates are written to a new file (NAME.lab.toml, or the file given with `--out`), so that they do not
-replace the rates of a user's GPUs.
+Without options, one worker runs on this host, and the rates at which this host computes and updates
+are written to the cluster file. With `--lab`, the cluster of the file is emulated
+(calibrate_lab.py). The emulated workers have the speed of this machine and not the speed of the
+devices in the file. Therefore the rates are written to a new file, so that they do not replace the
+rates of a user's GPUs.
 
-The job runs in temporary directories. The medians of the job's measured stage times are printed
-beside the stage times of the simulated plan.
+The job runs in temporary directories.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ ROUNDS, CLOSE = 12, 1e-3  # most iterations of fit_rates, and its relative toler
 
 
 def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
-    """Return the job with temporary directories in place of the job's own directories, so that the
-    run does not change the job's files. Each temporary directory is beside the directory that it
-    replaces, and therefore on the same device. The temporary directories are removed when `stack`
-    exits."""
+    """Return the job with temporary directories in place of its own directories, so that the run
+    does not change the job's files. Each is on the same file system as the directory that it
+    replaces. The temporary directories are removed when `stack` exits."""
 
     def beside(path: str) -> str:
         home = Path(path).absolute()
@@ -55,10 +52,9 @@ def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
 
 def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
     """Return the cluster with new rates for computing and for updating. The rates are fitted by
-    iteration, until a simulated step takes as long as the measured steps. The measured work divided
-    by the measured seconds would be a wrong rate. Computing and updating slow each other down on
-    the same CPUs. The measured seconds include this effect, and the simulation adds the effect too.
-    So the effect would count twice, and the rates would be too low."""
+    iteration, until a simulated step takes as long as the measured steps. Measured work divided by
+    measured seconds would be too low: computing and updating slow each other down on the same CPUs,
+    and the simulation adds this effect again."""
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
@@ -153,8 +149,7 @@ def command(
         or (job.servers.addresses and not lab)
     ):
         raise ConfigError(
-            "this job cannot be calibrated: calibrate runs one worker, with its state on this host"
-            " and without compression",
+            "calibrate runs one worker, with its state on this host and without compression",
             hint="remove servers.addresses (or add --lab), servers.relay, servers.replicas,"
             " compress.keep and compress.downcast, and set optimizer.delay to 0 or 1",
         )

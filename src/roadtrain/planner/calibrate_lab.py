@@ -3,8 +3,7 @@
 Each host is a network namespace with the rate of the host's network card. The SSDs of a worker are
 small files, used as throttled loop devices. Hosts without devices run `roadtrain serve` with the
 state in memory. A worker is a process that uses a share of this machine's CPUs. Needs root. The lab
-does not emulate devices, latency, or SSDs whose reads and writes share one rate. `steps_in_lab`
-returns the cluster as it was emulated, without these properties.
+does not emulate devices, latency, or SSDs whose reads and writes share one rate.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
     """Run steps of a job in the lab. Return the cluster as it was emulated, and the measurements of
     the slowest worker.
 
-    `job.run.dir` must be a directory that only this run uses. Before anything is created, the
-    function raises ConfigError if the job cannot run in the lab, and BudgetError if the model is
-    too large.
+    Only this run may use the directory `job.run.dir`. Raises ConfigError if the job cannot run in
+    the lab, and BudgetError if the model is too large.
     """
     worker, server = hosts_of(cluster, job)
     home, many = Path(job.run.dir), worker.count
@@ -114,9 +112,8 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
 
 
 def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
-    """Return two kinds of hosts: the kind of the hosts with workers, and the kind of the hosts with
-    servers. The kind of the hosts with servers is None if the job does not use servers. Raises
-    ConfigError if the lab cannot emulate the job's hosts."""
+    """Return the kind of the hosts with workers, and the kind of the hosts with servers (None if
+    the job does not use servers). Raises ConfigError if the lab cannot emulate the job's hosts."""
     store, addresses, worker = job.store, job.servers.addresses, cluster.workers[0]
     server = cluster.spares[0] if addresses and cluster.spares else None
     many = worker.count * worker.devices
@@ -142,8 +139,7 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
         raise ConfigError(
             f"the lab cannot emulate {kinds[0]} kind(s) of SSDs in worker hosts and"
             f" {sum(kinds[1:])} kind(s) of SSDs in server hosts",
-            hint="a worker with a store on files needs exactly 1 kind of SSDs, and a server must"
-            " have no SSDs",
+            hint="a worker with a store on files needs 1 kind of SSDs, and a server must have none",
         )
     cards = () if server is None else cluster.common([worker, server])
     rates = [(card.total, CARD_MOST) for card in cards]
@@ -161,10 +157,9 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
 
 @contextmanager
 def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[list[str]]:
-    """Within the `with` statement, run `roadtrain serve` on the lab's hosts s0, s1, ... The servers
-    keep their stores in memory. The token that the servers require is written to the file `token`
-    in the directory `home`. Yield the addresses of the servers. `words`: more arguments for
-    `roadtrain serve`."""
+    """Within the `with` statement, run `roadtrain serve` on the lab's hosts s0, s1, ..., with
+    stores in memory. Yield the addresses of the servers. The token for these servers is in the file
+    `token` in `home`. `words`: more arguments for `roadtrain serve`."""
     write_token(home / "token")
     with ExitStack() as stack:
         where = []

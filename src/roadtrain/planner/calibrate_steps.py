@@ -1,8 +1,8 @@
 """Run a few real steps of a job in this process and time them, for `roadtrain calibrate`.
 
 The first 8 steps are not measured, because kernels are compiled and files grow in these steps. The
-job's servers must be running. Before and after the measured steps, the servers report how much time
-they have spent on updates, reads and writes.
+job's servers must be running. They report how much time they have spent on updates, reads and
+writes.
 
     python -m roadtrain.planner.calibrate_steps JOB.toml THREADS STEPS OUT
 
@@ -54,7 +54,7 @@ class Measured:
 
 
 def plan_of(training: PlacedJob) -> Plan:
-    """Return a plan that describes the placed job and its workers, for a simulation of the job."""
+    """Return a plan that describes the placed job, for a simulation."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
     servers = [] if job.servers.addresses else optimizer.session.servers.running
@@ -94,7 +94,7 @@ def plan_of(training: PlacedJob) -> Plan:
 
 
 def measure(job: Job, steps: int) -> Measured:
-    """Train a job for 8 steps that are not measured, then measure the next `steps` steps. Raises
+    """Train a job for 8 steps without measuring, then measure `steps` steps. Raises
     RoadtrainError."""
     training = place_job(job, report=lambda _: None)
     waits: Stages = training.optimizer.session.stages
@@ -126,8 +126,8 @@ def measure(job: Job, steps: int) -> Measured:
 
 
 def served(job: Job) -> dict[str, float]:
-    """Ask the job's servers how long they have worked since they started. Return the seconds for
-    each kind of work, such as "Read", as the mean over the servers. Raises PeerError."""
+    """Ask the job's servers how long they have worked since they started. Return the mean seconds
+    per server for each kind of work, such as "Read". Raises PeerError."""
     if not job.servers.addresses:
         return {}
     servers = servers_of(job)

@@ -1,8 +1,7 @@
 """Generate the plans to try on a cluster: all combinations of placements, parallelisms, batches,
 options and stage sizes.
 
-Lossy or delayed options are candidates only on request (Rule 2). search.py finds the best of the
-generated plans.
+Lossy or delayed options are candidates only on request (Rule 2). search.py finds the best plan.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ Undivided = defaultdict[str, Counter[int]]
 
 
 def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
-    """Yield pairs: a text with a reason, and the number of combinations that are not tried for this
-    reason. If the reason is that the batch is not divisible by a number, the text also names the
-    nearest batches that are divisible."""
+    """Yield pairs: a reason as text, and the number of combinations that are not tried for this
+    reason."""
     for why, numbers in undivided.items():
         reason = why.format(", ".join(map(str, sorted(numbers))))
         if batch is not None and why.startswith("batch"):
@@ -56,7 +54,7 @@ def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int
 
 def nearest_batches(batch: int, unit: int) -> str:
     """Return a text with the multiple of `unit` just below `batch` and the multiple just above
-    `batch`."""
+    it."""
     below = batch // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
@@ -76,8 +74,7 @@ def candidates(
     headroom: float = HEADROOM,
     left_out: LeftOut = lambda placement, why, many: None,
 ) -> Iterator[Plan]:
-    """Yield every plan to try. Each plan uses all devices of the cluster. A plan with activation
-    checkpointing comes after the same plan without activation checkpointing.
+    """Yield every plan to try. Each plan uses all devices of the cluster.
 
     Args:
         cluster: The cluster.
@@ -107,8 +104,7 @@ def candidates(
 
 
 def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
-    """Add to `undivided` the reason why this parallelism cannot divide the batch into
-    micro-batches."""
+    """Add the reason why this parallelism cannot divide the batch into micro-batches."""
     if parallelism.widths:
         widest = max(parallelism.widths)
         few = "the batch has fewer samples than the {} replicas of the widest stage"
@@ -123,9 +119,8 @@ def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) 
 
 
 def window_for(cluster: Cluster) -> int:
-    """Return the number of packets that may be in flight: the largest power of two that exceeds
-    neither the default (2048) nor the number of slots of any switch that sums. The result is at
-    least 8, because smaller windows are not supported."""
+    """Return the number of packets that may be in flight: the largest power of two up to 2048 and
+    up to the number of slots of every switch that sums. The result is at least 8."""
     slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
     most = min([WINDOW, *slots])
     return max(WINDOWS[0], 1 << (most.bit_length() - 1))
@@ -133,7 +128,7 @@ def window_for(cluster: Cluster) -> int:
 
 def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
     """Yield variants of the plan: each option of the plan's placement, with and without activation
-    checkpointing. If `late` is True, also yield variants with staleness 1."""
+    checkpointing, and with staleness 1 if `late` is True."""
     for again in (False, True):
         for choice in options(plan.changed(activation_checkpointing=again)):
             yield choice
@@ -187,9 +182,8 @@ def parallelisms(
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). In each
-    stage, the fastest network cards of all hosts are connected to the same switch. Yield nothing if
-    the fastest network cards of all hosts of the cluster are connected to the same switch."""
+    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). The
+    hosts of a stage share a switch. Yield nothing if all hosts of the cluster share a switch."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
@@ -215,8 +209,8 @@ def _unequal(
 def _splits(
     model: ModelShape, total: int, inside: int, place: Placement, undivided: Undivided
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs: the number of tensor-parallel ranks, and the number of pipeline stages. If the
-    placement streams blocks, both numbers are 1."""
+    """Yield pairs: the number of tensor-parallel ranks, and the number of pipeline stages. Both are
+    1 if the placement streams blocks."""
     for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (place.streamed or not model.heads):
             continue
@@ -234,13 +228,13 @@ def _splits(
 
 
 def _powers(most: int) -> Iterator[int]:
-    """Return an iterator over 1, 2, 4, ... up to `most`."""
+    """Yield 1, 2, 4, ... up to `most`."""
     return (1 << i for i in range(max(1, most).bit_length()))
 
 
 def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
-    """Return the index in `model.blocks` of each layer. Also return two sums: the FLOPs of all
-    blocks before the first layer, and the FLOPs of all blocks after the last layer."""
+    """Return the index in `model.blocks` of each layer, and two sums of FLOPs: of the blocks before
+    the first layer, and of the blocks after the last layer."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
     before = sum(block.flops for block in model.blocks[:first])
@@ -248,9 +242,8 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
 
 
 def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
-    """Distribute the layers over the pipeline stages, so that faster stages get more layers. A
-    stage is as fast as its slowest device. Return the number of layers of each stage, or () for an
-    even distribution."""
+    """Distribute the layers over the pipeline stages, so that faster stages get more layers. Return
+    the number of layers of each stage, or () for an even distribution."""
     pp, first = parallelism.pp, parallelism.first_ranks
     flops = [
         host.device.flops
@@ -268,17 +261,15 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
 
 
 def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
-    """Return the speed of each stage, which is the speed of a replica times the number of replicas.
-    `speeds`: The speed of a replica of each stage. If all stages have the same number of replicas,
-    return `speeds` unchanged."""
+    """Return the speed of each stage: the speed of a replica of the stage, from `speeds`, times the
+    number of replicas. If all stages have equally many replicas, return `speeds`."""
     widths = parallelism.widths or (1,) * parallelism.pp
     return [speed * width for speed, width in zip(speeds, widths, strict=True)]
 
 
 def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
-    """Return the number of layers of each stage such that a pipeline fits into device memory. If
-    several such divisions exist, return the fastest division. If no such division exists, return
-    None."""
+    """Return the fastest numbers of layers per stage with which a pipeline fits into device memory,
+    or None if no division fits."""
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
@@ -306,9 +297,8 @@ def batches(
     parallelism: Parallelism, batch: int | None, most_samples: int
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs: the number of samples of a micro-batch, and the number of micro-batches of a
-    step. With each pair, the ranks together train `batch` samples per step. If `batch` is None, all
-    pairs have the same large number of micro-batches, because the more micro-batches a step has,
-    the lower are the fixed costs per sample."""
+    step. The ranks together train `batch` samples per step. If `batch` is None, all pairs have the
+    same large number of micro-batches, with the lowest fixed costs per sample."""
     widest = max(parallelism.widths, default=1)  # replicas of unequal stages share micro-batches
     most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
     for size in _powers(most_samples):

@@ -23,9 +23,8 @@ from roadtrain.storage.direct import replace_file
 
 
 def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
-    """Return the text of a job file with which `roadtrain train` runs the plan, or None if
-    `roadtrain train` cannot run the plan. `cluster`: The plan's cluster. If switches sum gradients,
-    the job file names switches of this cluster."""
+    """Return the text of a job file with which `roadtrain train` runs the plan, or None if it
+    cannot. `cluster`: the plan's cluster, whose switches the job file names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         **step_keys(plan),
@@ -66,10 +65,9 @@ def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
-    """Run real steps of the plan on this host, or in the lab if `lab` is True. Compare the real
-    steps with simulated steps, as `roadtrain calibrate` does, and return the exit code of
-    `roadtrain calibrate`. Raises ConfigError if the plan cannot run on this host or in the lab.
-    Raises other RoadtrainErrors if a step fails."""
+    """Run real steps of the plan on this host, or in the lab if `lab` is True. Compare them with
+    simulated steps, and return the exit code of `roadtrain calibrate`. Raises ConfigError if the
+    plan cannot run on this host or in the lab, and other RoadtrainErrors if a step fails."""
     text = job_text(plan)
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     served, many = lab and plan.placement.name == "server", plan.parallelism.devices
@@ -85,10 +83,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
             + (", or --placements server" if lab else ", or add --lab"),
         )
     if path.suffix != ".json":
-        raise ConfigError(
-            f"{model} is the name of a shape, which is not enough to run the model",
-            hint="give --model config.json, the config of a model",
-        )
+        raise ConfigError(f"{model} is a shape and cannot run", hint="give --model config.json")
     tree = tomllib.loads(text)
     tree["model"]["config"] = {
         name: value for name, value in loads(path.read_text()).items() if value is not None

@@ -1,9 +1,5 @@
 """Derive the keys of a job file that make the job train as a plan says, on the plan's machines.
-
-The result is a nested table that has only the keys that the plan decides. Other settings of the job
-(clipping, dtype, learning rate) stay unchanged. The function `contradicted` returns a text that
-names a key of the job that contradicts the plan.
-"""
+Keys that the plan does not decide (clipping, dtype, learning rate) stay unchanged."""
 
 from __future__ import annotations
 
@@ -37,14 +33,13 @@ RELAY_SLACK = 1.25  # factor on a relay's memory, for copies and for padding of 
 
 
 def run_name(job: Job) -> str:
-    """Return the name of the job's run. The name is a part of the names of the run's stores, so
-    that two runs do not use the same store."""
+    """Return the name of the job's run, which is a part of the names of the run's stores."""
     return Path(job.run.dir).name
 
 
 def stated_degrees(job: Job) -> dict[str, Any]:
     """Return the degrees of parallelism, such as `dp`, `tp` and `pp`, that the job sets in
-    [parallelism], by key. If the job has `parallelism = "auto"`, return an empty mapping."""
+    [parallelism], by key. The mapping is empty for `parallelism = "auto"`."""
     section = job.parallelism
     stated = {name: getattr(section, name) for name in DEGREES if name in section.model_fields_set}
     filled = {name for name, value in section if value is not None}
@@ -55,8 +50,8 @@ def stated_degrees(job: Job) -> dict[str, Any]:
 
 
 def contradicted(plan: Plan, job: Job) -> str:
-    """Return a sentence with the first key of [parallelism] for which the job and the plan have
-    different values, or "" if there is no such key."""
+    """Return a sentence with the first key of [parallelism] for which the job contradicts the plan,
+    or "" if there is no such key."""
     ranks = plan.parallelism
     for name, stated in stated_degrees(job).items():
         if stated in (None, []) or isinstance(stated, str):
@@ -79,8 +74,7 @@ def contradicted(plan: Plan, job: Job) -> str:
 def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Return the job keys that a plan with machines decides.
 
-    The result always has `parallelism.auto = false`. A job with `parallelism = "auto"` gets the
-    degrees of the plan.
+    A job with `parallelism = "auto"` gets the degrees of the plan.
 
     Args:
         plan_file: The plan, which must have machines.
@@ -173,8 +167,7 @@ def _servers(
         if ports.keys() != tree.switches.keys():
             ours, planned = (", ".join(sorted(names)) or "none" for names in (ports, tree.switches))
             raise ConfigError(
-                f"the machines run the switches {ours}, but the plan's cluster has the"
-                f" switches {planned}",
+                f"the machines run the switches {ours}, but the plan's cluster has {planned}",
                 hint="set machines.hosts.switch to the name of a switch of the cluster file",
             )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
@@ -182,10 +175,8 @@ def _servers(
 
 
 def relay_of(job: Job, machines: Machines) -> str:
-    """Return the amount of host memory for a relay, as a text such as "4GiB". The result is the
-    default, which is enough for most models. If the shape of the job's model is known and a relay
-    needs more memory than the default, the result is larger. If the shape is unknown and the
-    default is too small, the relay itself reports the lack of memory."""
+    """Return the amount of host memory for a relay, as a text such as "4GiB". The result exceeds
+    the default if the job's model is known to need more."""
     shape = shape_of(job)
     if shape is None:
         return switches.RELAY
@@ -206,10 +197,8 @@ def relay_of(job: Job, machines: Machines) -> str:
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
-    """Return the [store] keys of a job for a plan on one host: the directories for the state of the
-    run. State in memory is kept in files in /dev/shm, where a restarted worker finds the state. If
-    the cluster names no directories, return no keys, so that the job's directories are used.
-    """
+    """Return the [store] keys of a job for a plan on one host, or no keys if the cluster names no
+    directories. State in memory is kept in /dev/shm, where a restarted worker finds it."""
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     run = machines.stores_of or run
     if plan_file.plan.placement.state == "host":
@@ -228,8 +217,8 @@ def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
 
 
 def batch_of_job(job: Job) -> int | None:
-    """Return the number of samples of a step, for a job that a single process trains. Return None
-    if the job file does not set a batch."""
+    """Return the number of samples of a step of a job that a single process trains, or None if the
+    job file does not set it."""
     stated = {"batch_size"} & job.data.model_fields_set | (
         {"accumulate"} & job.optimizer.model_fields_set
     )

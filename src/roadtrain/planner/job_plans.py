@@ -2,8 +2,7 @@
 
 An adapted plan has the job's dtype, clipping, compression, delay and degrees of [parallelism]. A
 plan is refused, with a reason, if it cannot have these settings or if `train` would refuse the job.
-In an adapted plan, streamed blocks are recomputed in backward, because streaming/block_stream.py
-does so. Importing this module does not import torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class JobPlans:
         return found if isinstance(found, str) else ""
 
     def _apart(self, plan: Plan) -> str:
-        """Return the reason why the hosts of some data-parallel group cannot exchange gradients, or
-        "" if the hosts of every group can. `train` makes the same check when ranks connect."""
+        """Return the reason why the hosts of a data-parallel group cannot exchange gradients, or ""
+        if there is none."""
         if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
             return ""
         hosts = switches.hosts_of(plan, self.cluster)
@@ -90,7 +89,7 @@ class JobPlans:
 
     def _unsplit(self, plan: Plan) -> str:
         """Return the reason why the model's layers cannot be split over a tensor-parallel group, or
-        "" if the layers can be split."""
+        "" if there is none."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""
@@ -100,8 +99,8 @@ class JobPlans:
         return why
 
     def _untrained(self, plan: Plan) -> str:
-        """Return the reason why `train` refuses the job with the plan's keys, or "" if `train`
-        accepts the job."""
+        """Return the reason why `train` refuses the job with the plan's keys, or "" if it accepts
+        the job."""
         passes = plan.num_microbatches if plan.parallelism.virtual_stages > 1 else 0
         options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
         key = plan.placement.name, plan.parallelism, options
@@ -119,21 +118,16 @@ class JobPlans:
         own, found = self.job.servers, keys.get("servers.addresses", [])
         if own.addresses not in ([], found):
             raise ConfigError(
-                "the job sets servers.addresses, but not to the addresses of the plan's"
-                f" {len(found)} server(s)"
+                f"the job sets servers.addresses, not those of the plan's {len(found)} server(s)"
             )
         if plan.placement.fans_in and (own.ca or own.cert or own.key):
-            raise ConfigError(
-                "the plan sums gradients in switches, which do not support TLS, but the job sets"
-                " servers.ca, servers.cert or servers.key"
-            )
+            raise ConfigError("switches cannot be combined with TLS (servers.ca, cert, key)")
         options = importlib.import_module("roadtrain.training.job_options")  # imports torch
         options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
-        """Return the plan with `widths` and `stages` from the job's [parallelism], if the job sets
-        these keys. Ignore the job's `widths` if the plan has another number of stages or uses
-        another number of devices."""
+        """Return the plan with `widths` and `stages` from the job's [parallelism], where they fit
+        the plan."""
         stated, ranks = stated_degrees(self.job), plan.parallelism
         if plan.placement.name not in IN_STAGES:
             return plan
@@ -151,7 +145,7 @@ class JobPlans:
 
     def _refused(self, plan: Plan) -> str:
         """Return a sentence that names a setting of the job that the plan does not support, or ""
-        if the plan supports all settings of the job."""
+        if there is none."""
         job, section, name = self.job, self.job.parallelism, plan.placement.name
         if why := contradicted(plan, job):
             return why.partition(", the plan is")[0]
@@ -201,9 +195,9 @@ COMPARED: Mapping[str, Callable[[Plan], Any]] = {
 
 
 def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """Return a text that lists settings, such as the bytes of a parameter, for which the plan was
-    made with other values than the job has. Such differences may make the plan's predictions wrong.
-    Return "" if there are no differences."""
+    """Return a text that lists settings, such as the bytes of a parameter, in which the plan and
+    the job differ. Such differences may make the plan's predictions wrong. Return "" if there are
+    none."""
     mine = JobPlans(job, cluster).as_it_runs(plan)
     found = [
         f"{what} {planned:g} (here {here:g})"
@@ -215,8 +209,8 @@ def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def refusal(check: Callable[..., object], *args: Any) -> str:
-    """Call `check(*args)`. Return the first line of the ConfigError that `check` raises, or "" if
-    `check` raises no ConfigError."""
+    """Return the first line of the ConfigError that `check(*args)` raises, or "" if it raises
+    none."""
     try:
         check(*args)
     except ConfigError as error:
@@ -226,7 +220,7 @@ def refusal(check: Callable[..., object], *args: Any) -> str:
 
 def _fabric(host: Host) -> str:
     """Return a name for the network of the host's fastest kind of network card. Ranks compare these
-    names when they connect, to find out whether their hosts can communicate."""
+    names to find out whether their hosts can communicate."""
     card = min(host.nics, key=lambda nic: KINDS.index(nic.kind), default=None)
     if card is None or card.kind == ETHERNET:
         return ETHERNET

@@ -53,9 +53,8 @@ COMPARED = ("Forward", "Backward", "Read", "Update", "Write")
 
 
 def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
-    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if
-    `roadtrain launch` can run the plan. `cluster`: The plan's cluster, or None if the plan's
-    machines were written by hand."""
+    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if it
+    can. `cluster`: the plan's cluster, or None if the plan's machines were written by hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
         return "a plan with a placement for each stage can only be simulated"
@@ -82,7 +81,7 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
 
 def _uneven(plan: Plan, cluster: Cluster) -> str:
     """Return the reason why a real run would differ from the simulation of the plan, or "" if there
-    is no such reason. The simulation assumes that all hosts run the same number of workers."""
+    is none. The simulation assumes that all hosts run the same number of workers."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)
@@ -97,9 +96,9 @@ def _uneven(plan: Plan, cluster: Cluster) -> str:
 
 
 def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
-    """Assign the processes of a plan to machines. `run`: The run's name, which becomes a part of
+    """Assign the processes of a plan to machines. `run`: the run's name, which becomes a part of
     the names of the run's stores. Raises ConfigError if `roadtrain launch` cannot run the plan, or
-    if the cluster file gives no directories for SSDs that the plan uses."""
+    if SSDs that the plan uses have no directories in the cluster file."""
     if why := why_not_run(plan, cluster) or _uneven(plan, cluster):
         raise ConfigError(why, hint="`roadtrain plan --job` only tries plans that can be launched")
     workers, spares = _workers(plan, cluster)
@@ -110,8 +109,7 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
         if machine.name in hosts:
             raise ConfigError(
                 f"2 machines of the cluster are called {machine.name!r}",
-                hint="the machines of a [[hosts]] entry with a count are called NAME0, NAME1, ...;"
-                " rename one of the [[hosts]]",
+                hint="rename one of the [[hosts]]; those with a count are called NAME0, NAME1, ...",
             )
         hosts[machine.name] = machine
 
@@ -138,8 +136,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
 
 
 def predicted_of(result: Result) -> Predicted:
-    """Return the predicted seconds of a step, and for each pipeline stage the predicted seconds of
-    each kind of work. "Wait" is the time in which the pipeline stage does not compute."""
+    """Return the predicted seconds of a step, and of each kind of work of each pipeline stage.
+    "Wait" is the time in which the stage does not compute."""
     stages: dict[str, dict[str, float]] = {}
     for (where, name), (seconds, _) in result.stages.items():
         if where.startswith("stage") and name in COMPARED and seconds:
@@ -162,8 +160,8 @@ def directories_of(host: Host, machine: str) -> list[str]:
 
 
 def store_in(directory: str, machine: str, run: str = "") -> str:
-    """Return a subdirectory of `directory` for one machine's store. `run`: The run's name, which
-    distinguishes the store from stores of other runs on the machine."""
+    """Return a subdirectory of `directory` for one machine's store. `run`: the run's name, which
+    distinguishes stores on the same machine."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{machine}" if run else machine)
     return f"{directory.rstrip('/')}/roadtrain-{name}"
 
@@ -187,8 +185,7 @@ def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
 
 
 def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
-    """Yield a pair for each machine of a kind of host: the machine, with its name in plans, and the
-    kind (`host`)."""
+    """Yield each machine of a kind of host, with its name in plans, and the kind itself."""
     for number in range(host.count):
         name = f"{host.name}{number}" if host.count > 1 else host.name
         address = host.addresses[number] if host.addresses else ""
@@ -196,8 +193,8 @@ def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
 
 
 def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHost, ...]]:
-    """Return the machines that compute, in the order of their ranks, and the machines with devices
-    that do not compute."""
+    """Return the machines that compute, in the order of their ranks, and the machines with unused
+    devices."""
     left, used, spares = plan.parallelism.devices, [], []
     for machine, kind in (pair for host in cluster.workers for pair in machines_of_kind(host)):
         many = min(kind.devices, left)
@@ -220,14 +217,13 @@ def _servers(host: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple
 
 
 def _snapshot(machine: PlanHost, kind: Host, run: str) -> str:
-    """Return a directory on an SSD for snapshots of a store in memory, or "" if the host has no SSD
-    with a directory."""
+    """Return a directory on an SSD for snapshots of a store in memory, or "" if there is none."""
     found = [d.replace("{host}", machine.name) for ssd in kind.ssds for d in ssd.directories]
     return f"{store_in(found[0], machine.name, run)}.snapshot" if found else ""
 
 
 def _port(ports: Counter[str], machine: PlanHost) -> int:
-    """Return the next port that no process of the plan uses at the machine's address."""
+    """Return the next unused port at the machine's address."""
     key = machine.address or machine.name
     ports[key] += 1
     return PORT + ports[key] - 1

@@ -2,10 +2,9 @@
 of its blocks. The module may be on the device `meta`.
 
 torch's FlopCounterMode counts the FLOPs (of products, convolutions and attention). Saved bytes are
-the bytes of the tensors that autograd keeps for backward. Each tensor is counted once, and
-parameters are not counted. The root block is split into the part that runs before the first block
-and the part that runs after the last block. By default, fp32 elements count as 2 bytes, as if the
-model had 16-bit elements.
+the bytes of the tensors that autograd keeps for backward, without parameters. The root block is
+split into the part that runs before the first block and the part that runs after the last block. By
+default, fp32 elements count as 2 bytes, as if the model had 16-bit elements.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from roadtrain.streaming.split import Split, split
 @dataclass(frozen=True)
 class Counts:
     """The counts of one forward pass, per sample. Each mapping has one number for each block, by
-    the block's name. The keys "before" and "after" stand for the parts of the root block that run
-    before the first block and after the last block.
-    """
+    the block's name. "before" and "after" stand for what the root block runs before the first block
+    and after the last block."""
 
     flops: Mapping[str, float]
     saved: Mapping[str, float]  # bytes that autograd keeps
@@ -42,10 +40,9 @@ class Counts:
     def blocks(
         self, parts: Split, shape: Callable[[str, str, int], BlockShape]
     ) -> tuple[BlockShape, ...]:
-        """Return the shapes of the part before the first block, of the blocks, and of the part
-        after the last block. `shape`: Function that returns the shape of a part. The function gets
-        three arguments: the name of the part, the key of the part in these counts, and the number
-        of parameters of the part."""
+        """Return the shapes of the blocks, between those of the root block's parts before and after
+        them. `shape`: returns the shape of a part from its name, its key in these counts, and its
+        number of parameters."""
         root, before = self._root(parts)
         layers = [
             shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
@@ -56,8 +53,8 @@ class Counts:
 
     @staticmethod
     def _root(parts: Split) -> tuple[int, int]:
-        """Return the number of parameters of the root block, and how many of these parameters are
-        in embeddings."""
+        """Return the number of parameters of the root block, and how many of them are in
+        embeddings."""
         own = {id(p): p.numel() for _, p in parts.root.params}
         modules = parts.root.module.modules()
         tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
@@ -73,8 +70,7 @@ def count_forward(
     samples: int,
     sized: bool = False,
 ) -> Counts:
-    """Run one forward pass of a model and return its counts. If the model raises an error, the
-    error is not caught.
+    """Run one forward pass of a model and return its counts.
 
     Args:
         model: The model.
@@ -111,8 +107,8 @@ def count_forward(
 
 
 class _Counter:
-    """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: A
-    pair: the width and the number of tokens of the activations between blocks."""
+    """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: the
+    width and the number of tokens of the activations between blocks."""
 
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
         self.samples, self.sized = samples, sized

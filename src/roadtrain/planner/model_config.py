@@ -1,14 +1,12 @@
-"""Compute the shape of a model from its Hugging Face config. Builds the model on the device `meta`,
-and counts its parameters, FLOPs and activations, without downloading or initializing anything.
+"""Compute the shape of a model from its Hugging Face config, on the device `meta`, without
+downloading or initializing anything.
 
-Each parameter of the modules is counted once, even if several modules share the parameter. FLOPs
-and activations are measured in two forward passes on `meta`. The second pass has half as many
-tokens. The counts for any number of tokens are computed from these two passes. The FLOPs of
-attention scores grow with the square of the number of tokens. The bytes of scores and masks grow in
-the same way, but these bytes do not count as activations, because fused kernels do not keep them.
-All other counts are proportional to the number of tokens. Experts are not run, because it is
-unknown which tokens each expert gets. The FLOPs of experts per token are computed from the number
-of their weights.
+FLOPs and activations are measured in two forward passes, the second with half as many tokens. The
+counts for any number of tokens are computed from these two passes. The FLOPs of attention scores
+grow with the square of the number of tokens, all other counts in proportion to the number. The
+bytes of scores and masks do not count, because fused kernels do not keep them. Experts are not run,
+because it is unknown which tokens each expert gets. Their FLOPs per token are computed from the
+number of their weights.
 
 Assumes that the model takes token ids or images. Instead of guessing, raises ConfigError for a
 model type that transformers does not know, for a config without a key that determines the size, and
@@ -114,15 +112,11 @@ def shape_of_config(
             whole, half = (_count_tokens(kind, model, parts, n) for n in (ran, ran // 2))
         else:
             raise ConfigError(
-                f"the input of a `{kind}` is {model.main_input_name}, but only models of token ids"
-                " or of images are supported",
+                f"a `{kind}` takes {model.main_input_name}, but must take token ids or images",
                 hint=OWN,
             )
     if half is None and seq_len is not None:
-        raise ConfigError(
-            f"the input of a `{kind}` is an image, so a number of tokens cannot be set",
-            hint="omit --seq-len",
-        )
+        raise ConfigError(f"a `{kind}` takes images instead of tokens", hint="omit --seq-len")
     blocks = _blocks(parts, whole, half, experts, tokens / ran, text)
     idle = [i for i, part in enumerate(parts.blocks, 1) if not blocks[i].flops]
     if idle:
@@ -143,8 +137,8 @@ def shape_of_config(
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config as an object of transformers. Also return the sizes that transformers has
-    filled in because `config` does not set them."""
+    """Return the config as an object of transformers, and the sizes that transformers has filled in
+    because `config` does not set them."""
     if not kind:
         raise ConfigError(
             "the config has no `model_type`",
@@ -175,9 +169,8 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
-    """Return the sizes that transformers has filled in because `config` does not set them. Raises
-    ConfigError if `config` does not set the number of layers, the hidden size or the vocabulary
-    size."""
+    """Return the sizes that transformers has filled in. Raises ConfigError if `config` does not set
+    the number of layers, the hidden size or the vocabulary size."""
     text, parts = made.get_text_config(decoder=True), [made.attribute_map]
     inner = [value for value in config.values() if isinstance(value, Mapping)]
     for key in made.sub_configs:
@@ -207,9 +200,9 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
 
 
 def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) -> Any:
-    """Build the model on the device `meta`, in training mode. The config names the model's class.
-    If transformers does not have this class, build a model of each class that accepts the config,
-    and return the model with the most parameters."""
+    """Build the model on the device `meta`, in training mode. If transformers lacks the class that
+    the config names, choose the class with the most parameters among those that accept the
+    config."""
     transformers: Any = importlib.import_module("transformers")
     named = [str(name) for name in config.get("architectures") or ()]
     classes = (getattr(transformers, name, None) for name in named)
@@ -244,8 +237,7 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
 
 
 class _MetaValues(TorchDispatchMode):
-    """Supplies values for `meta` tensors, which have no values. If a model asks whether all
-    elements of its mask are 1, the answer is True."""
+    """Supplies values for `meta` tensors, which have none: all elements of a mask are 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -271,9 +263,8 @@ def _skip_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield pairs: a module that contains all experts of a layer, and the number of experts. The
-    number is taken from the shapes of the matrices, or is 0 if the shapes do not show the
-    number."""
+    """Yield each module that contains all experts of a layer, and the number of experts; 0 if the
+    shapes of its matrices do not show this number."""
     inside = set[int]()
     for module in block.modules():
         title = type(module).__name__.lower()
@@ -288,8 +279,8 @@ def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
-    """Return the sizes of the experts of a block. Raises ConfigError if the config does not say how
-    many experts a token uses."""
+    """Return the sizes of the experts of a block. Raises ConfigError if the config lacks the number
+    of experts that a token uses."""
     holders = list(_expert_modules(block))
     if not holders:
         return Experts()
@@ -303,9 +294,8 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
     count, active = max(own for _, own in holders) or stated(ALL), stated(ACTIVE)
     if not 0 < active <= count:
         raise ConfigError(
-            f"the number of experts that a token uses is missing or wrong: a block of this `{kind}`"
-            f" has {count or 'an unknown number of'} experts, and a token uses"
-            f" {active or 'an unknown number'}",
+            f"wrong or missing number of experts: a block of this `{kind}` has"
+            f" {count or 'an unknown number'}, and a token uses {active or 'an unknown number'}",
             hint=f"set {ACTIVE[0]}; or {OWN}",
         )
     params = [p for module, _ in holders for p in module.parameters()]
@@ -389,9 +379,9 @@ def _blocks(
         kv = latent + (getattr(text, "qk_rope_head_dim", None) or 0)
 
     def grown(of: str, key: str) -> tuple[float, float]:
-        """Return two numbers whose sum is the count of a complete sample. The first number grows in
-        proportion to the number of tokens, and the second number in proportion to the square of the
-        number of tokens. `of`: the name of an attribute of Counts. `key`: the name of a block."""
+        """Return two numbers whose sum is the count of a complete sample: the first grows in
+        proportion to the number of tokens, the second with its square. `of`: an attribute of
+        Counts. `key`: a block."""
         found = getattr(whole, of).get(key, 0.0)
         square = 0.0
         if half is not None:

@@ -42,8 +42,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """A row of the timeline. The row has a bar for each task of one kind of work (such as
-    "Forward") of one pipeline stage or server."""
+    """A row of the timeline: a bar for each task of one kind of work (such as "Forward") of one
+    pipeline stage or server."""
 
     name: str
     color: str
@@ -94,8 +94,8 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
 
 
 def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
-    """Return the rows of a timeline that shows the last `seconds` seconds of a trace. There is one
-    row for each pair of a place (a pipeline stage or server) and a kind of work."""
+    """Return the rows of a timeline of the last `seconds` seconds of a trace: one row for each kind
+    of work of each pipeline stage or server."""
     end = max((task.end for task in trace), default=0.0)
     begin = end - seconds
     tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]

@@ -1,9 +1,8 @@
 """`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: find the best plan, and explain why
 this plan is best, what would make the plan faster and why other plans lost.
 
-The result is printed, and on request also written as JSON (with a schema version) and as one
-self-contained HTML page. If no plan fits, the exit code is 1, and the smallest change that would
-help is printed. `command` uses these functions and files:
+If no plan fits, the exit code is 1, and the smallest change that would help is printed. `command`
+uses these functions and files:
 
     simulate.load_model, job_plans.shape_of_job   return the shape of the model
     search.search                                 finds the pick among the candidates
@@ -84,14 +83,11 @@ def command(
         lab: with --verify, emulate the cluster on this machine (root); writes NAME.lab.toml
     """
     if lab and not verify:
-        raise ConfigError(
-            "--lab needs --verify", hint="add --verify to run steps in the lab, or omit --lab"
-        )
+        raise ConfigError("--lab needs --verify", hint="add --verify, or omit --lab")
     if job and (model or seq_len is not None or job_file or verify):
         raise ConfigError(
             "--model, --seq-len, --job-file and --verify cannot be combined with --job",
-            hint="omit these options: the job defines the model, and `roadtrain launch` runs the"
-            " plan",
+            hint="omit them: the job defines the model, and `roadtrain launch` runs the plan",
         )
     for written in filter(None, (out, json, html, trace, job_file)):
         check_file(Path(written))
@@ -138,14 +134,10 @@ def command(
 
 def batch_to_plan(job: Job, option: int | None) -> int | None:
     """Return the number of samples per step that the job or --batch sets, or None if neither sets
-    it. `option`: the value of --batch. Raises ConfigError if the job and --batch set different
-    numbers."""
+    it. `option`: the value of --batch. Raises ConfigError if they set different numbers."""
     own = batch_of_job(job)
     if option is not None and option < 1:
-        raise ConfigError(
-            f"--batch is {option}, but must be at least 1",
-            hint="give a number of samples, such as --batch 64",
-        )
+        raise ConfigError(f"--batch is {option}, but must be at least 1", hint="try --batch 64")
     if own and option and own != option:
         raise ConfigError(
             f"--batch is {option}, but a step of the job has {own} samples (batch_size x passes)",
@@ -166,9 +158,9 @@ def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
 def launchable(
     found: Found, cluster: Cluster, shape: ModelShape, job: Job | None
 ) -> tuple[PlanFile, str]:
-    """Return the content of plan.toml for a plan, and the reason why the plan cannot be launched.
-    If the plan can be launched, the reason is "". Otherwise the content has no machines. If a job
-    is given, the names of stores contain the name of the job's run."""
+    """Return the content of plan.toml for a plan, and the reason why the plan cannot be launched
+    ("" if it can). A plan that cannot be launched has no machines. The names of stores contain the
+    name of the job's run."""
     predicted = predicted_of(found.result)
     model = PlannedModel(shape.params, shape.tokens, 0 if job is None else layers_of(job))
     machines, why = None, ""

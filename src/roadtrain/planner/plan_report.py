@@ -129,9 +129,8 @@ def _batch_line(answer: SearchResult, model: ModelShape) -> str:
 
 
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
-    """Return lines for the user that list values that the cluster file lacks but the goal needs.
-    Each line has the value that is used instead: 0 for a missing price, or the idle power for a
-    missing peak power."""
+    """Return lines for the user on each price or power that the goal needs but the cluster file
+    lacks, with the value that is used instead."""
     if goal == "cost":
         free = (host.name for host in cluster.hosts if not host.price_per_hour)
         return [f"hosts.{name}.price_per_hour 0" for name in free]
@@ -173,9 +172,7 @@ def _fate(family: Family, pick: Found | None) -> str:
 
 
 def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Return a text that explains why no plan fits. If memory is the reason, the text states the
-    smallest change that would help, with the needed and the available bytes. Otherwise the text
-    states the most common reason, and what to do."""
+    """Return a text that explains why no plan fits, and the smallest change that would help."""
     lines = [
         f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]

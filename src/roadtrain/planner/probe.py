@@ -6,13 +6,11 @@ writes; the rates of matrix products and copies on the first device. A machine w
 computes on its CPUs, as device `cpu`.
 
 These values are read from the system: the size of memory, network cards with their nominal rates,
-and the topology of devices, cards and disks (sums/host_topology.py). The topology is written as
-comments, since no plan needs it.
+and the topology of devices, cards and disks, which is written as comments.
 
-The command lists the values that it could not measure. Commands that read the file assume defaults
-for these values. With --hosts, the listening hosts and the links between all hosts, in both
-directions, are measured too (probe_links.py). If a host is lost during the measurement, the host is
-listed as lost, and the values of the other hosts are written.
+The command lists the values that it could not measure. With --hosts, the listening hosts and the
+links between all hosts, in both directions, are measured too (probe_links.py). A host that is lost
+during the measurement is listed as lost.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ SIZES = (1024, 2048, 4096, 8192)
 
 
 def _seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Return the median seconds of `repeats` calls of `work`. A first call is not timed."""
+    """Return the median seconds of `repeats` calls of `work`, after a call that is not timed."""
     work()
     took = []
     for _ in range(repeats):
@@ -72,10 +70,9 @@ def _fp32(n: int) -> np.ndarray:
 def processors(threads: int) -> dict[str, float]:
     """Measure the CPUs with this number of threads. Return three rates in bytes/s.
 
-    `memory_rate`: the rate of a copy in memory; the bytes that are read and the bytes that are
-    written both count. `updates`: the rate of AdamW with a bf16 gradient and a bf16 copy of the
-    parameter; each parameter counts as 28 bytes. `sums`: the rate of summing 4 gradients in bf16;
-    the bytes of all 4 gradients count.
+    `memory_rate`: a copy in memory, counting both reads and writes. `updates`: AdamW with a bf16
+    gradient and a bf16 copy of the parameter, counting 28 bytes per parameter. `sums`: summing 4
+    gradients in bf16, counting the bytes of all 4 gradients.
     """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
@@ -115,8 +112,7 @@ def products(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SIZES
 ) -> dict[int, float]:
     """Measure products of two square matrices. Return a mapping from the number of rows of a matrix
-    to the FLOP/s of the product. Large sizes may be missing, because no further size is measured
-    after a product that took over 0.1 s."""
+    to the FLOP/s of the product. Sizes that would take too long are missing."""
     out: dict[int, float] = {}
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -140,7 +136,7 @@ def _settle(*devices: torch.device) -> None:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Measure copies from `source` to `target`, and return the rate of a copy in bytes/s."""
+    """Return the measured rate of copies from `source` to `target` in bytes/s."""
 
     def run() -> None:
         target.copy_(source, non_blocking=True)
@@ -150,9 +146,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
-    """Return two rates of a device in bytes/s: the rate of copies between pinned host memory and
-    the device, in the slower direction, and the bandwidth of the device's memory. The bandwidth
-    counts the bytes that are read and the bytes that are written."""
+    """Return two rates of a device in bytes/s: copies between pinned host memory and the device, in
+    the slower direction, and the device's memory bandwidth, counting both reads and writes."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
@@ -160,15 +155,14 @@ def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
 
 def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
     """Return the rate in bytes/s of the slowest copy from the first device to any other device. The
-    copies are measured one after the other. The slowest copy counts, because collectives wait for
-    it."""
+    slowest copy counts, because collectives wait for it."""
     source, *targets = (torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices)
     return min(_copy(source, target) for target in targets)
 
 
 def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
-    """Measure this host, and return a report with the measured values. `dirs`: The storage
-    directories to measure. `threads`: The number of threads for measurements of the CPUs."""
+    """Measure this host, and return a report. `dirs`: the storage directories to measure.
+    `threads`: the number of threads for measurements of the CPUs."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
     ssds, uplink = _ssds(dirs, missing)
     rates, whole = processors(threads), psutil.virtual_memory().total
@@ -229,9 +223,8 @@ def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
 
 
 def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Measure the SSDs of these directories. Return the `ssds` entries for the cluster file, and
-    the total rate of the SSDs in bytes/s. Add the names of values that could not be measured to
-    `missing`."""
+    """Return the `ssds` entries of these directories for the cluster file, and the total rate of
+    the SSDs in bytes/s. Add the names of values that could not be measured to `missing`."""
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)
@@ -257,8 +250,8 @@ def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]]
 
 
 def with_others(own: links.ProbeReport, hosts: Sequence[str], options: TcpOptions) -> bool:
-    """Add the reports of the listening `hosts` and the measured links to the report `own`. Return
-    False if a host or a link could not be measured."""
+    """Add the reports of the listening `hosts` and the measured links to `own`. Return False if a
+    host or a link could not be measured."""
     trees, lost = {"here": own.tree["hosts"][0]}, list[str]()
     own.topology = [f"{trees['here']['name']}: {line}" for line in own.topology]
     for host in hosts:
@@ -295,8 +288,7 @@ def with_others(own: links.ProbeReport, hosts: Sequence[str], options: TcpOption
 
 
 def comment(words: str) -> str:
-    """Return the text without control characters and line breaks, so that the text can be written
-    as a comment of a TOML file."""
+    """Return the text without control characters and line breaks, for a comment of a TOML file."""
     return " ".join("".join(c if c.isprintable() else " " for c in words).split())
 
 

@@ -5,13 +5,10 @@ the probing host requests it.
     roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T    on the probing host
 
 The rate of a link is measured by sending frames of 1 MiB over one TCP connection, for at most 0.5 s
-and at most 32768 frames. The latency is half of the shortest of 20 round-trip times. To measure the
-link to the probing host, a listening host sends frames over the connection on which the request has
-arrived, so the probing host needs no open port. A listener that other machines can reach requires
-the token (Rule 8). There are three kinds of requests. DESCRIBE asks a listening host for a
-description of this host. MEASURE asks for the rate and latency of the link from the listening host
-to a third host. BACK asks for the rate and latency of the link from the listening host to the
-probing host. Every wait has a timeout (Rule 5).
+and at most 32768 frames. The latency is half of the shortest of 20 round-trip times. The probing
+host needs no open port: links to it are measured over the connection on which the request has
+arrived. A listener that other machines can reach requires the token (Rule 8). Every wait has a
+timeout (Rule 5).
 """
 
 from __future__ import annotations
@@ -61,9 +58,8 @@ LANGUAGE = language_of(
 
 
 class LinkEnd:
-    """This host's end of a link to another host. Handles the frames that arrive (a Receiver of the
-    transport). `describe`: Function that returns a report on this host, or None if this host does
-    not answer requests."""
+    """This host's end of a link to another host, which handles the frames that arrive. `describe`:
+    returns a report on this host; None if this host does not answer requests."""
 
     def __init__(self, options: TcpOptions, describe: Describe | None = None) -> None:
         self.options, self.describe = options, describe
@@ -106,8 +102,8 @@ class LinkEnd:
         self.answers.put(error)
 
     def receive(self, what: str) -> bytes:
-        """Wait for the next answer of the other host and return its bytes. `what`: A name of the
-        request for error messages. Raises DeadlineError and LostError."""
+        """Wait for the next answer of the other host. `what`: a name of the request for error
+        messages. Raises DeadlineError and LostError."""
         try:
             answer = self.answers.get(timeout=WAIT_S)
         except queue.Empty:
@@ -163,10 +159,9 @@ def measure(address: str, options: TcpOptions) -> tuple[float, float]:
 
 
 def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport:
-    """Request a report from the host that listens at `address`, and return the report. `kind`:
-    DESCRIBE for a description of the listening host, MEASURE for the rate and latency of the link
-    from the listening host to the host at the address `words`, or BACK for the rate and latency of
-    the link from the listening host to this host. Raises PeerError."""
+    """Request a report from the host that listens at `address`. `kind`: DESCRIBE for a description
+    of that host; MEASURE for its link to the host at the address `words`; BACK for its link to this
+    host. Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:
@@ -182,9 +177,8 @@ def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport
 
 
 def listening(address: str, options: TcpOptions, describe: Describe) -> Listener:
-    """Listen at `address`, and answer the requests of other hosts in the background. Return the
-    listener. `describe`: Function that returns a report on this host. Raises ConfigError if this
-    host cannot listen at `address`."""
+    """Listen at `address`, and answer the requests of other hosts in the background. `describe`:
+    returns a report on this host. Raises ConfigError if this host cannot listen at `address`."""
 
     def accept(link: Link, hello: bytes) -> LinkEnd:
         end = LinkEnd(options, describe)
@@ -211,9 +205,8 @@ def matrix(
     """Measure the links between all hosts, one link at a time. A lost host is not contacted again.
 
     Returns:
-        A mapping from (sender, receiver) to the rate in bytes/s and the latency in seconds of the
-        link, and a list of texts. Each text states why a link was not measured. The name of this
-        host is "here".
+        A mapping from (sender, receiver) to the rate in bytes/s and the latency in seconds, and a
+        list of reasons why links were not measured. The name of this host is "here".
     """
     found, missing, lost = dict[Pair, tuple[float, float]](), list[str](), set[str]()
     for source, target in permutations(("here", *hosts), 2):

@@ -1,6 +1,5 @@
-"""Kinds of resources of a cluster, such as network or SSDs. `scaled` returns clusters in which all
-resources of one kind are faster or slower. `busy_share` returns how busy the resources of a kind
-are."""
+"""Kinds of resources of a cluster, such as network or SSDs: clusters in which one kind is faster or
+slower, and how busy each kind is."""
 
 from __future__ import annotations
 
@@ -37,9 +36,8 @@ RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """Return a mapping from the name of each kind of resource to a copy of `cluster` in which all
-    resources of this kind are `factor` times as fast. Kinds that `cluster` does not have are
-    omitted."""
+    """Return a copy of `cluster` for each kind of resource that it has, by the kind's name. In the
+    copy, all resources of this kind are `factor` times as fast."""
     absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
     if not any(host.ssds for host in cluster.hosts):
         absent |= {"SSDs", "SSD uplink"}

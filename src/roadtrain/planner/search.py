@@ -1,14 +1,12 @@
 """Search for the best plan on a cluster, and explain it. candidates.py generates the candidates.
 
 A candidate that does not fit into memory is refused. For each other candidate, a formula gives a
-lower bound of the score: the time that each resource needs for its work at its rate, without
-waiting. The candidates are simulated in the order of their bounds, until no bound is better than
-the best simulated score. So the search finds the candidate with the best simulated score, although
-only few candidates are simulated.
+lower bound of the score: the time that each resource needs for its work, without waiting. The
+candidates are simulated in the order of their bounds, until no bound is better than the best
+simulated score. So the search finds the best candidate, although it simulates only a few.
 
-Lossy or delayed options are candidates only on request (Rule 2). If no batch is given, a search
-with many micro-batches per step finds the best possible score per sample. Then the smallest batch
-whose score is close to the best possible score is chosen.
+If no batch is given, a search with many micro-batches per step finds the best possible score per
+sample. Then the smallest batch whose score is close to the best possible score is chosen.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ LITTLE = 1e-3  # busy fraction of a step below which the rate of a resource does
 
 @dataclass(frozen=True)
 class Found:
-    """A simulated plan. `score`: The seconds, the cost or the joules per sample, depending on the
-    goal of the search. A smaller score is better."""
+    """A simulated plan. `score`: the seconds, cost or joules per sample, as the goal of the search
+    requires; smaller is better."""
 
     plan: Plan
     result: Result
@@ -72,9 +70,8 @@ class Family:
         refused: For each reason, the number of candidates that were refused.
         hints: For each reason that has a hint, a text that says what to change.
         left_out: For each reason, the number of combinations that are not tried.
-        nearest: A pair (need, plan), or None. `plan`: among the plans that do not fit into memory,
-            the plan that exceeds a memory the least. `need`: the bytes that this plan needs of the
-            memory that it exceeds the most.
+        nearest: The plan that exceeds a memory the least, among the plans that do not fit, with the
+            bytes that it needs of the memory that it exceeds the most; None if all plans fit.
         best: The simulated candidate with the best score.
     """
 
@@ -160,15 +157,9 @@ def search(
     if goal == "cost" and not any(
         (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
     ):
-        raise ConfigError(
-            "the goal is cost, but no host has a price",
-            hint="set `price_per_hour` of hosts in the cluster file",
-        )
+        raise ConfigError("goal cost: no host has `price_per_hour`", hint="set it for hosts")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
-        raise ConfigError(
-            "the goal is energy, but no device has a power draw",
-            hint="set `peak_watts` of devices in the cluster file",
-        )
+        raise ConfigError("goal energy: no device has `peak_watts`", hint="set it for devices")
     searcher = _Search(cluster, model, constants, settings, fitted)
     if batch is not None:
         return replace(searcher.best(batch, explain), batch=batch)
@@ -189,7 +180,7 @@ def search(
 
 @dataclass(frozen=True)
 class _Search:
-    """The arguments of one call of `search`, with methods for the steps of the search."""
+    """The arguments of one search, with methods for its steps."""
 
     cluster: Cluster
     model: ModelShape
@@ -200,18 +191,17 @@ class _Search:
     networks: dict[Any, ConfigError | None] = field(default_factory=dict)
 
     def scene(self, plan: Plan) -> Scene:
-        """Build a plan's scene. Raises ConfigError if the plan is impossible on this cluster."""
+        """Return a plan's scene. Raises ConfigError if the plan is impossible on this cluster."""
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """Simulate a plan on `cluster`. If `cluster` is None, use the cluster of the search."""
+        """Simulate a plan on `cluster`, or on the cluster of the search if `cluster` is None."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
         return Found(plan, result, worth[self.options.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
-        """Return a lower bound of the score of a plan with this scene, if a step takes at least
-        `seconds`."""
+        """Return a lower bound of the score of a plan whose step takes at least `seconds`."""
         samples = scene.plan.samples
         if self.options.goal == "cost":  # without the cost of energy
             return scene.price_per_s() * seconds / samples
@@ -220,8 +210,8 @@ class _Search:
         return seconds / samples
 
     def best(self, batch: int | None, explain: bool) -> SearchResult:
-        """Search all candidates with this batch. If the batch is None, each candidate has the
-        largest number of micro-batches that is tried."""
+        """Search all candidates with this batch, or with the largest number of micro-batches if the
+        batch is None."""
         families, waiting = self._screened(batch)
         found = self._simulated_in_order(waiting, families)
         if not found:
@@ -239,9 +229,9 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Return the smallest batch with which the parallelism of the plan `best` is nearly as good
-        as with the very large batch of `best`: the score is at most 5% worse than the score of
-        `best`. Also return the score with the smallest batch."""
+        """Return the smallest batch whose score is at most 5% worse than the score of `best`, and
+        the score with this batch. The parallelism is that of `best`, which has a very large
+        batch."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
@@ -264,9 +254,9 @@ class _Search:
         return best.plan.samples, best.score
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
-        """Generate all candidates. Return the families by the name of the placement, and a list of
-        the candidates that fit into memory. Each candidate in the list has a lower bound of its
-        score that considers only computing."""
+        """Generate all candidates. Return the families by the name of the placement, and the
+        candidates that fit into memory. Each candidate has a lower bound of its score that
+        considers only computing."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []
@@ -292,8 +282,8 @@ class _Search:
         return families, waiting
 
     def _candidates(self, batch: int | None, families: dict[str, Family]) -> Iterator[Plan]:
-        """Yield the possible candidates without duplicates. Add to `families` the reasons why other
-        candidates are not possible."""
+        """Yield the possible candidates without duplicates. Add the reasons why other candidates
+        are not possible to `families`."""
         seen: set[Plan] = set()
 
         def left_out(name: str, why: str, many: int) -> None:
@@ -318,9 +308,8 @@ class _Search:
                 yield made
 
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
-        """Return the scene of a plan. If the plan fits into memory only with other numbers of
-        layers per pipeline stage, the scene has these other numbers. If the plan does not fit at
-        all, return None and add the reason to `family`."""
+        """Return the scene of a plan, with other numbers of layers per pipeline stage if only these
+        fit into memory. If nothing fits, return None and add the reason to `family`."""
         try:
             scene = self.scene(plan)
             self._check_networks(scene)
@@ -356,8 +345,8 @@ class _Search:
             raise why
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
-        """Return a lower bound of the score that considers only computing. `passes`: A cache with
-        the least seconds of a micro-batch, to which this method adds."""
+        """Return a lower bound of the score that considers only computing. `passes`: a cache of the
+        least seconds of a micro-batch."""
         if self.options.goal == "energy":
             return 0.0
         plan, ranks = scene.plan, scene.plan.parallelism
@@ -370,9 +359,8 @@ class _Search:
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Iterator[tuple[float, Scene]]:
         """Yield scenes with their complete bounds, smallest bound first. A complete bound considers
-        all resources and requires that the scene is built, which is slow. Therefore a scene first
-        has a bound that considers only computing. The scene is built, and gets its complete bound,
-        when this first bound is the smallest bound of all scenes."""
+        all resources. It is slow to compute, so it is computed only when a bound that considers
+        only computing is the smallest of all."""
         heapify(waiting)
         while waiting:
             least, number, scene, built = heappop(waiting)
@@ -390,9 +378,9 @@ class _Search:
     def _simulated_in_order(
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> list[Found]:
-        """Simulate plans in the order of their bounds, until the bound of the next plan is no
-        better than the best simulated score. Return the simulated plans, best first. Plans that
-        were not simulated are counted as pruned and stay in `waiting`."""
+        """Simulate plans in the order of their bounds, until no bound is better than the best
+        simulated score. Return the simulated plans, best first. The plans that remain in `waiting`
+        count as pruned."""
         found: list[Found] = []
         best = float("inf")
         for least, scene in self._in_order(waiting, families):
@@ -414,8 +402,8 @@ class _Search:
     def _pruned_runner_up(
         self, pick: Found, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Found | None:
-        """Simulate the plan with the best bound among the pruned plans that differ from the pick in
-        placement or parallelism. Return None if there is no such plan."""
+        """Simulate the pruned plan with the best bound that differs from the pick in placement or
+        parallelism. Return None if there is no such plan."""
         for _, scene in self._in_order(waiting, families):
             if _differs(scene.plan, pick.plan):
                 return self.simulated(scene.plan)
@@ -433,8 +421,7 @@ class _Search:
 
     def _score_with(self, found: Found, name: str, other: Cluster) -> float:
         """Return the plan's score on the cluster `other`, in which all resources of the kind `name`
-        have other rates. If the plan hardly uses these resources, do not simulate the plan again,
-        and return the score that the plan already has."""
+        have other rates. If the plan hardly uses them, the score is unchanged."""
         if busy_share(found.result, name) < LITTLE:
             return found.score
         return self.simulated(found.plan, other).score
@@ -468,9 +455,11 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
 
 def _turns(plan: Plan) -> float:
     """Return a lower bound of the time of a step, as a multiple of the time that one micro-batch
-    takes through the whole model. A pipeline stage starts when the first micro-batch has passed all
-    earlier stages. Therefore the best division of the model gives later stages less work: each
-    stage takes (1 - 1 / num_microbatches) times as long as the previous stage.
+    takes through the whole model.
+
+    A pipeline stage starts when the first micro-batch has passed all earlier stages. Therefore the
+    best division of the model gives later stages less work: each stage takes (1 - 1 /
+    num_microbatches) times as long as the previous stage.
     """
     if widths := plan.parallelism.widths:
         return max(1.0, plan.num_microbatches / sum(widths))  # shared by all devices
@@ -500,17 +489,16 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
-    """Return a pair (need, plan). `plan`: among the plans that do not fit into memory, the plan
-    that exceeds a memory the least. `need`: the bytes that this plan needs of the memory that it
-    exceeds the most. Return None if no plan was refused because of memory."""
+    """Return the plan that exceeds a memory the least, among the plans that do not fit, and its
+    need of the memory that it exceeds the most. Return None if no plan was refused because of
+    memory."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
 
 
 def main_reason(answer: SearchResult) -> tuple[str, str] | None:
     """Return the most common reason why candidates were refused, and a hint that says what to
-    change. Return None if no candidate was refused, or if any candidate was refused because it does
-    not fit into memory."""
+    change. Return None if no candidate was refused, or if memory was a reason."""
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():

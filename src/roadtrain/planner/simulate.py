@@ -91,8 +91,8 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
 
 
 def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
-    """Return the shape of the model that a Hugging Face config describes, counted from the model's
-    modules (model_config.py). `more`: keyword arguments of shape_of_config. Imports torch."""
+    """Return the shape of the model that a Hugging Face config describes, counted from its modules.
+    `more`: keyword arguments of shape_of_config. Imports torch."""
     counting = importlib.import_module("roadtrain.planner.model_config")
     counted: ModelShape = counting.shape_of_config(config, **more)
     return counted
@@ -115,7 +115,7 @@ def _from_function(module: str, function: str) -> ModelShape:
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     """Return a plan with placement zero3 in which all devices are data-parallel ranks. `overrides`:
-    Keys of a plan file, with values that replace the values of this plan."""
+    keys of a plan file with other values."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
@@ -123,8 +123,7 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     if "dp" not in parallelism and min(degrees) > 0:  # make_plan reports a degree below 1
         if cluster.device_count % ranks:
             raise ConfigError(
-                f"the cluster's {cluster.device_count} devices are not divisible by tp x pp x cp ="
-                f" {ranks}",
+                f"tp x pp x cp = {ranks} does not divide the {cluster.device_count} devices",
                 hint="choose other values of tp, pp and cp, or set dp",
             )
         parallelism["dp"] = max(1, cluster.device_count // ranks)
@@ -134,8 +133,8 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
 def assumptions(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, tuple[float, str]]:
-    """Return all values that a prediction assumes, by name. Each value is a pair: a number (rates
-    are in bytes/s), and the same number as a text for the user."""
+    """Return all values that a prediction assumes, by name. Each is a pair: a number (rates are in
+    bytes/s), and a text for the user."""
     out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
@@ -156,7 +155,7 @@ def assumptions(
 
 
 def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan) -> float:
-    """Return the seconds of the shortest forward pass of a block, among the blocks that compute."""
+    """Return the seconds of the shortest forward pass of a block that computes."""
     found = [
         of.of_host(host.name).forward_of(block, plan, host.device)
         for host in cluster.workers
@@ -177,11 +176,8 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
-    """Return lines for the user that list effects that the prediction leaves out. If the model has
-    tied embeddings and is split into pipeline stages, the last stage has a copy of the first
-    stage's embeddings, and the two stages exchange the gradients of the embeddings. The prediction
-    leaves this copy and this exchange out, and the list has a line that says so. Otherwise the list
-    is empty."""
+    """Return lines for the user that list effects that the prediction leaves out: the copy of tied
+    embeddings on the last pipeline stage, and the exchange of their gradients."""
     last = model.blocks[-1]
     table = last.logits / model.tokens * model.hidden
     if last.params >= table or plan.parallelism.pp == 1:
@@ -285,9 +281,8 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
 def assumed_json(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, Any]:
-    """Return the assumptions as plain data for JSON. The result has three keys. `assumed`: the
-    assumed keys of the cluster file. `assumed_values`: all assumed values, by name. `notes`: the
-    notes on the model."""
+    """Return the assumptions as plain data for JSON: the assumed keys of the cluster file, all
+    assumed values by name, and the notes on the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
     more = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
     return {"assumed": cluster.assumed, "assumed_values": values, **more}
@@ -298,9 +293,8 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Return the trace of a result for Perfetto, with times in microseconds. In the trace, each
-    pipeline stage or server is shown as a process, each kind of work as a thread, and each memory
-    as a counter."""
+    """Return the trace of a result for Perfetto, with times in microseconds. Each pipeline stage or
+    server is shown as a process, each kind of work as a thread, and each memory as a counter."""
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}

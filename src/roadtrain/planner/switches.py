@@ -17,8 +17,7 @@ RELAY = "4GiB"  # memory of a relay, the process that communicates for the worke
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
-    """Return the hosts that compute, with one item per machine. (A Host of the cluster may stand
-    for several machines.)"""
+    """Return the hosts that compute, with one item per machine."""
     hosts = [host for host in cluster.workers for _ in range(host.count)]
     ends = itertools.accumulate(host.devices for host in hosts)
     begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
@@ -37,7 +36,7 @@ def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
 
 def lines(plan: Plan, cluster: Cluster) -> list[str]:
     """Return lines for the user that name the switches that sum, and the number format of gradients
-    in packets. (The format is lossy, so Rule 2 requires that it is printed.)"""
+    in packets (Rule 2: lossy formats are printed)."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return []
@@ -57,9 +56,9 @@ def _address(name: str) -> str:
 def job_keys(
     plan: Plan, cluster: Cluster, address: Callable[[str], str] = _address
 ) -> dict[str, Any]:
-    """Return the [servers] keys of a job whose gradients are summed by switches. `address`:
-    Function that returns the address of a switch with a given name. The default function returns
-    NAME:PORT, where the user has to replace PORT."""
+    """Return the [servers] keys of a job whose gradients are summed by switches. `address`: returns
+    the address of a switch with a given name; by default NAME:PORT, where the user replaces
+    PORT."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return {}
@@ -72,9 +71,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the entries of the job key `switches`. The key `workers` of an entry lists the numbers
-    of hosts, not the numbers of workers, because the relay of a host sends for all workers of the
-    host."""
+    """Return the entries of the job key `switches`. `workers` of an entry lists the numbers of
+    hosts, because the relay of a host sends for all workers of the host."""
     if not tree.parents:
         return [address(tree.root)]
     return [

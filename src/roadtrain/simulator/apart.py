@@ -1,11 +1,8 @@
 """Simulate each data-parallel rank separately. This matters if stages have different numbers of
 replicas, if hosts have different speeds, or if activations and gradients share network cards.
 
-Each replica of a stage (with its tensor- and context-parallel devices) has its own state machines
-and its part of the stage's state. All ranks on a host share the host's network cards, memory and
-SSDs. If gradients are summed by a ring collective, the collective starts when the last replica is
-ready. If gradients are summed in another way, the sum ends when the last replica's gradient has
-arrived.
+Each replica of a stage has its own state machines. All ranks on a host share the host's network
+cards, memory and SSDs.
 """
 
 from __future__ import annotations
@@ -25,16 +22,16 @@ OF_A_CARD = ("out", "in")
 
 
 class SharedHost:
-    """The resources of one host. Each resource is created on first use, and exists only once."""
+    """The resources of one host."""
 
     def __init__(self, engine: Engine, host: Host, name: str, constants: Constants) -> None:
         self.engine, self.host, self.name, self.constants = engine, host, name, constants
         self.resources: dict[str, Resource] = {}
 
     def site(self, nic: Nic | None, rank: str) -> Site:
-        """Return the site (the resources) of a rank. The rank has its own device resources, and
-        shares all other resources with all ranks of the host. `nic`: the network card that the
-        rank's group uses. `rank`: the name of the rank."""
+        """Return the resources that a rank uses. The rank has its own device resources, and shares
+        all other resources with all ranks of the host. `nic`: the network card of the rank's group.
+        `rank`: the name of the rank."""
 
         def resource(what: str, capacity: float) -> Resource:
             if what in OF_A_DEVICE:
@@ -46,9 +43,7 @@ class SharedHost:
         return Site(self.engine, self.host, nic, self.constants, f"{self.name} of {rank}", resource)
 
     def card(self, nic: Nic, way: str) -> Resource:
-        """Return the resource of a network card in the direction `way` ("out" or "in"). The
-        resource has the capacity of the card itself. A slower link between switches is a separate
-        resource."""
+        """Return the resource of a network card in the direction `way` ("out" or "in")."""
         own = max((n for n in self.host.nics if n.kind == nic.kind), key=lambda n: n.total)
         return self._shared(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
 
@@ -59,15 +54,15 @@ class SharedHost:
 
 
 class SwitchLinks:
-    """The links between switches. Each link is a resource; all traffic over the link shares it."""
+    """The links between switches. All traffic over a link shares it."""
 
     def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
         self.engine, self.cluster, self.constants = engine, cluster, constants
         self.resources: dict[tuple[str, str], Resource] = {}
 
     def uses(self, here: Nic, there: Nic) -> Uses:
-        """Return the links that a byte uses on its way from one network card to another. Return an
-        empty list if both cards are connected to the same switch."""
+        """Return the links between switches on the path of a byte from one network card to
+        another."""
         rate = self.cluster.between([here, there])
         ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
         if ends[0] == ends[1] or rate == float("inf"):
@@ -94,11 +89,9 @@ class RankFabric(Fabric):
         self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resources that one byte of a collective uses, in both directions. Count only
-        the traffic of this replica. `ring`: the fraction of the byte that each device sends to the
-        next device; this traffic crosses a host's network card once for all ranks of the host.
-        `exchanged`: the fraction that each device sends to all other devices together; of this
-        traffic, only the data for other hosts crosses the card."""
+        """Return the resources that this replica uses for one byte of a collective, in both
+        directions. `ring`: the fraction of the byte that each device sends to the next device.
+        `exchanged`: the fraction that each device sends to all other devices together."""
         group, own, beside = self.group, self.group.ranks, self.group.beside
         others, away = max(1, group.replicas - 1), group.replicas - beside
         near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)
@@ -115,9 +108,9 @@ class RankFabric(Fabric):
 
 @dataclass(frozen=True)
 class StagePush:
-    """A replica's push of a chunk's gradient. `then`: function that is called when the gradients of
-    all replicas are summed. `lane`: the queue in which the replica's pushes run one at a time, or
-    None if pushes run concurrently."""
+    """A replica's push of a chunk's gradient. `then`: called when the gradients of all replicas are
+    summed. `lane`: the queue in which the replica's pushes run one at a time, or None if pushes run
+    concurrently."""
 
     cost: Cost
     then: Then
@@ -128,8 +121,7 @@ class StagePush:
 class ReplicaExchange:
     """The exchange of gradients between the replicas of one stage. If `collective` is true, the
     transfers of all replicas start when the last replica is ready. Otherwise each replica starts
-    its transfer as soon as its own gradient is ready, and the sum is complete when the last
-    gradient has arrived."""
+    its transfer when its own gradient is ready."""
 
     engine: Engine
     where: str
@@ -142,8 +134,8 @@ class ReplicaExchange:
         self.lane = self.engine.lane(f"{self.where} collectives")
 
     def push(self, at: Hashable, partners: int, pushed: StagePush) -> None:
-        """Push a gradient. `at`: the key that identifies the gradient's chunk and round.
-        `partners`: the number of replicas that push a gradient of this chunk in this round."""
+        """Push a gradient. `at`: a key for the chunk and the round. `partners`: the number of
+        replicas that push this chunk in this round."""
         if self.collective:
             if (every := self._add(at, partners, pushed)) is not None:
                 cost, then = joined([push.cost for push in every]), lambda: _finish(every)
@@ -157,9 +149,8 @@ class ReplicaExchange:
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
 
     def _add(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
-        """Add a replica's push of a gradient. If the pushes of all `partners` replicas have now
-        been added, return these pushes; otherwise return None. `at`: the key that identifies the
-        gradient's chunk and round."""
+        """Add a replica's push. If it is the last of `partners` pushes, return all of them;
+        otherwise return None."""
         every, of = self.arrived.setdefault(at, ([], partners))
         assert of == partners, "replicas push in different rounds"
         every.append(pushed)
@@ -180,8 +171,8 @@ def _finish(every: Sequence[StagePush]) -> None:
 @dataclass(frozen=True)
 class RankOf:
     """The position of a replica. `replica`: the replica's number in its stage. `widths`: the number
-    of replicas of each stage. `exchange`: the exchange of gradients between the replicas of the
-    stage."""
+    of replicas of each stage. `exchange`: the exchange of gradients between the stage's
+    replicas."""
 
     replica: int
     widths: tuple[int, ...]

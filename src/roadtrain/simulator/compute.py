@@ -4,8 +4,8 @@
 A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds. The constant `half` is
 the number of FLOPs at which a block reaches half of the efficiency; a block of n experts on a
 device adds n times `half`. The forward takes at least as long as moving its data through the
-device's memory, and at least as long as launching its kernels. `Constants` has these figures for a
-kind of hardware. The file config/fitted.toml has fitted values and states the source of each value.
+device's memory, and at least as long as launching its kernels. The file config/fitted.toml has
+fitted values and their sources.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAUNCH_S = 1e-5
 class HostTimes:
     """Measurements on one kind of host. `table`: (kind of block, number of samples) -> the measured
     seconds of the block's forward on one device. `touch`: CPU seconds per byte that enters or
-    leaves the host. If `touch` is 0.0, `Constants.touch` applies instead."""
+    leaves the host; 0.0 if not measured."""
 
     table: Mapping[tuple[str, int], float]
     touch: float = 0.0
@@ -73,17 +73,15 @@ class Constants:
     hosts: Mapping[str, HostTimes] = field(default_factory=dict)
 
     def of_host(self, name: str) -> Constants:
-        """Return a copy of these constants to which the measurements on hosts of this name are
-        added. If there are no such measurements, return these constants unchanged."""
+        """Return a copy of these constants with the measurements on hosts of this name, if there
+        are any."""
         own = self.hosts.get(name)
         if own is None:
             return self
         return replace(self, table={**self.table, **own.table}, touch=own.touch or self.touch)
 
     def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
-        """Return the seconds of a block's forward on one of a plan's devices. The matrix products
-        of a layer use the plan's precision. Attention uses 16 bits; blocks that are not layers also
-        use 16 bits."""
+        """Return the seconds of a block's forward on one of a plan's devices."""
         samples, framework = plan.micro_batch, plan.framework
         ranks = plan.parallelism.tp * plan.parallelism.cp
         if (measured := self._measured(block.name.partition(".")[0], samples)) is not None:
@@ -106,10 +104,8 @@ class Constants:
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
-        """Return the seconds of the forward of this kind of block on one device, for a micro-batch
-        of `samples` samples. Of the measurements, use the one with the nearest number of samples,
-        and scale its seconds in proportion to the samples. Return None if this kind of block was
-        not measured."""
+        """Return the measured seconds of this kind of block's forward for `samples` samples, scaled
+        from the nearest number of samples. Return None if this kind of block was not measured."""
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None
@@ -123,18 +119,15 @@ class Constants:
 
     @property
     def from_what(self) -> str:
-        """A text that tells the user where the computing times come from, such as "a measured
-        table"."""
+        """A text for the user on the origin of the computing times, such as "a measured table"."""
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
 
 
 def forward_bytes(block: BlockShape, samples: float, ranks: int) -> float:
-    """Return the least number of bytes that a block's forward moves through a device's memory: the
-    table rows that the forward looks up, the block's input, the data that are saved for backward,
-    and 2 bytes for each weight that the forward multiplies. The weights of experts are not counted,
-    because a forward may use only some of the experts."""
+    """Return the least number of bytes that a block's forward moves through a device's memory. The
+    weights of experts are not counted, because a forward may use only some of the experts."""
     weights = min(block.params - block.tables - block.experts, block.flops * samples / 2)
     activations = (block.touched + block.input + block.saved) * samples
     return (2 * max(0.0, weights) + activations) / ranks
@@ -145,10 +138,7 @@ def constants(name: str) -> Constants:
     no constants of this name."""
     fitted = _fitted()
     if name not in fitted:
-        raise ConfigError(
-            f"config/fitted.toml has no constants with the name {name!r}",
-            hint=f"choose one of {', '.join(fitted)}",
-        )
+        raise ConfigError(f"no constants named {name!r}", hint=f"choose one of {', '.join(fitted)}")
     return fitted[name]
 
 

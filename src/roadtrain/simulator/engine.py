@@ -5,13 +5,11 @@ A *resource* has a capacity per second: one direction of a link, an SSD's reads,
 *task* has `work` and `uses`: a list of resources, each with a weight. Each unit of work takes the
 weight's amount from each of these resources, at the same time. Running tasks share resources by
 weighted max-min fairness (progressive filling): all rates grow equally until a resource is full or
-a task reaches its `max_rate`. A *lane* (a CUDA stream, a pool of CPUs) runs one task at a time.
-When the lane becomes free, the waiting task with the smallest `priority` begins. Among tasks of
-equal priority, the task that was created first begins.
+a task reaches its `max_rate`. A *lane* (a CUDA stream, a pool of CPUs) runs one task at a time: the
+waiting task with the smallest `priority`, and among equals the task that was created first.
 
-When a task begins or ends, the rates of tasks that share resources with this task change, directly
-or through other tasks; all other rates stay. Ties are broken by the order of creation, so results
-are reproducible. The engine knows nothing about models, plans or bytes. All times are in seconds.
+Ties are broken by the order of creation, so results are reproducible. The engine knows nothing
+about models, plans or bytes. All times are in seconds.
 
     engine = Engine()
     link = engine.resource("host 0 out", 12.5e9)
@@ -64,13 +62,13 @@ class Cost(NamedTuple):
     @property
     def of_bytes(self) -> Cost:
         """The same cost for work that is measured in bytes. Bytes that use no resource take no
-        time. Therefore, if this cost has no resources, the result has no work, only a latency."""
+        time."""
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
 def joined(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of a single transfer that stands for simultaneous transfers of equal work.
-    The single transfer takes as long as the slowest of the simultaneous transfers."""
+    """Return the cost of a single transfer that takes as long as the slowest of simultaneous
+    transfers of equal work."""
     uses: dict[Resource, float] = defaultdict(float)
     for cost in costs:
         for resource, weight in cost.uses:
@@ -79,8 +77,8 @@ def joined(costs: Sequence[Cost]) -> Cost:
 
 
 class Lane:
-    """A queue that runs one task at a time. `busy`: the total seconds of the tasks of this lane
-    that have ended."""
+    """A queue that runs one task at a time. `busy`: the total seconds of the tasks that have
+    ended."""
 
     __slots__ = ("busy", "name", "running", "waiting")
 
@@ -93,8 +91,7 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `begin`: the time at which the task began; -1 before. `end`: the time at
-    which the task ended; -1 before."""
+    """A unit of work. `begin` and `end`: the times at which the task began and ended; -1 before."""
 
     stage: str
     work: float
@@ -122,8 +119,8 @@ class Task:
 
 @dataclass
 class Pool:
-    """The memory of one device or host. `changes`: pairs of a time and the number of bytes that are
-    held from this time on. No time occurs twice."""
+    """The memory of one device or host. `changes`: pairs of a time and the number of bytes held
+    from this time on. No time occurs twice."""
 
     name: str
     held: float = 0.0
@@ -132,9 +129,7 @@ class Pool:
 
 
 class Engine:
-    """A virtual clock, with the resources, lanes and tasks of a simulation. `check` asserts two
-    invariants: no resource is used beyond its capacity, and the running task of each lane has begun
-    but has not ended."""
+    """A virtual clock, with the resources, lanes and tasks of a simulation."""
 
     def __init__(self, traced: bool = False) -> None:
         self.now = 0.0
@@ -183,9 +178,8 @@ class Engine:
         where: str = "",
     ) -> Task:
         """Create a task. The task begins when all tasks in `after` have ended and `lane` is free.
-        `stage`: the kind of work, such as "Push". `then`: function that is called when the task
-        ends; it may create further tasks. `where`: the name of the pipeline stage or server that
-        does the work."""
+        `stage`: the kind of work, such as "Push". `then`: called when the task ends; it may create
+        further tasks. `where`: the pipeline stage or server that does the work."""
         self.created += 1
         used = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in used if use[0].capacity < float("inf")]
@@ -258,9 +252,8 @@ class Engine:
     # the clock
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Run the simulation until no event is left. If `until` is given, stop as soon as `until()`
-        returns true after an event. Raises LoopError if tasks remain that can never begin, or if
-        no event is left before `until()` has returned true."""
+        """Run the simulation until no event is left, or until `until()` returns true. Raises
+        LoopError if a task can never begin, or if `until()` never returns true."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -285,8 +278,7 @@ class Engine:
             )
 
     def _share(self) -> None:
-        """Set the rates of all tasks whose share of a resource changed because a task began or
-        ended."""
+        """Set the rates of all tasks whose share of a resource has changed."""
         tasks, resources = self._touched()
         if len(tasks) == 1:  # the most frequent case: its rate is simple to compute
             (task,) = tasks
@@ -305,9 +297,8 @@ class Engine:
                 heapq.heappush(self._events, (end, task.number, task.stamp, task))
 
     def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
-        """Return the tasks whose rates may have to change, and the resources that determine the
-        rates of these tasks. A rate may have to change if the use of a resource has changed since
-        the last call, and the task shares this resource directly or through other tasks."""
+        """Return the tasks whose rates may have to change, and the resources that determine these
+        rates."""
         tasks: dict[Task, None] = {}
         resources, front = dict.fromkeys(self._dirty), list(self._dirty)
         self._dirty = {}
@@ -323,7 +314,7 @@ class Engine:
         return tasks, resources
 
     def used(self, resource: Resource) -> float:
-        """Return the total amount of a resource that all tasks have used so far, such as bytes of a
+        """Return the total amount of a resource that tasks have used so far, such as bytes of a
         link."""
         return resource.used + sum(
             (task.work - task.left + task.rate * (self.now - task.since)) * w
@@ -340,14 +331,12 @@ class Engine:
 
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
-    """Return the rate of each task, by weighted max-min fairness. All rates grow equally until a
-    task reaches its `max_rate` or a resource is full. If a task has reached its `max_rate`, the
-    rate of this task is final. If a resource is full, the rates of all tasks that use this resource
-    are final. The rates of all other tasks continue to grow.
+    """Return the rate of each task, by weighted max-min fairness: all rates grow equally until a
+    task reaches its `max_rate` or a resource is full.
 
-    Capacities, weights and rates may differ by orders of magnitude. Two measures keep small weights
-    from being lost to rounding. First, resources that become full at nearly the same rate count as
-    full together. Second, the weights of growing tasks are summed anew in each round.
+    Small weights must not be lost to rounding. Therefore resources that become full at nearly the
+    same rate count as full together, and the weights of growing tasks are summed anew in each
+    round.
     """
     rates: dict[Task, float] = {}
     # for each resource, the capacity that tasks with a final rate do not use

@@ -1,15 +1,14 @@
 """Compute the costs of the transfers, updates, reads and writes of a step on a cluster, for one
-block at a time. The placement decides which resources each transfer, update, read or write uses.
+block at a time. The placement decides which resources each of them uses.
 
 Equal hosts are simulated as one *site* with a multiplicity `hosts`: each byte that the site sends
 to a server counts `hosts` times at the server. The traffic of collectives is computed in closed
 form. With n ranks and M bytes, each direction of a network card carries 2 (n - 1) / n M bytes for a
-ring all-reduce, (n - 1) / n M for an all-gather or a reduce-scatter, M for a sum in switches
-(fan_in_costs.py), and (1 + (n - 2) x) M for the summation service, if each of the n hosts sums the
-fraction x of the data (sums/protocol/shares.py). A server's card carries n M. A transfer uses all
-resources on its path at once, because the data are sent in pieces. So the slowest resource
-determines the rate of the transfer. The latency of a collective is the sum of the latencies of all
-steps of its algorithm.
+ring all-reduce, (n - 1) / n M for an all-gather or a reduce-scatter, M for a sum in switches, and
+(1 + (n - 2) x) M for the summation service, if each of the n hosts sums the fraction x of the data
+(sums/protocol/shares.py). A server's card carries n M. A transfer uses all resources on its path at
+once, so the slowest resource determines its rate. The latency of a collective is the sum of the
+latencies of all steps of its algorithm.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     rests = "ssd" in (place.parameters, place.state)
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
-            f"placement {place.name} sums gradients on hosts without devices, but no such host of"
-            " the cluster has a network card",
+            f"placement {place.name} sums on hosts without devices, but none has a network card",
             hint="add a host that has a network card and no devices, or choose placement summation",
         )
     if place.sum == "switch":
@@ -56,8 +54,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             raise ConfigError(
                 f"placement {place.name} needs a relay on a network card of each host, but host"
                 f" {host.name} has no card with a processor",
-                hint="set `relay = true` for a network card of the host, or choose placement"
-                " zero-offload",
+                hint="set `relay = true` for a card of the host, or choose placement zero-offload",
             )
         if rests and not host.ssds:
             raise ConfigError(
@@ -66,16 +63,14 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
-                f"placement {place.name} updates parameters in the SSDs, but the SSDs of host"
-                f" {host.name} have no processor",
+                f"placement {place.name} updates in SSDs, but SSDs of {host.name} cannot compute",
                 hint="set `updates` of these `ssds`, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
         if not all(ssd.capacity for ssd in host.ssds):
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, but the SSDs of host {host.name}"
-                " have no `capacity`",
+                f"placement {place.name} keeps data on SSDs, but {host.name} states no `capacity`",
                 hint="set the `capacity` of these `ssds` in the cluster file",
             )
 
@@ -93,9 +88,8 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
 
 class Fabric:
     """The costs of the transfers, updates, reads and writes of one stage's workers and of the
-    server. In all methods, `params` is the number of a block's parameters on one device: the
-    parameters of the block divided by tp. A method returns the cost for one device, or the cost for
-    one host if its docstring says so.
+    server. In all methods, `params` is the number of a block's parameters divided by tp. A method
+    returns the cost for one device, or the cost for one host if its docstring says so.
 
     Attributes:
         fan_in: The costs of packets through switches that sum; None if no switch sums.
@@ -123,8 +117,7 @@ class Fabric:
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
         """Return the resources that one byte of a collective uses, in both directions. `ring`: the
         fraction of the byte that each device sends to the next device. `exchanged`: the fraction
-        of the byte that each device sends to all other devices together. Data that leave a host
-        cross the host's network card once for all ranks of the host together."""
+        that each device sends to all other devices together."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -135,16 +128,15 @@ class Fabric:
     @property
     def gathers(self) -> bool:
         """True if each device updates only a part of the parameters, so that the next forward has
-        to gather the parts of all devices."""
+        to gather all parts."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
         return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
         """Return the resource uses per byte, and the latency in seconds, of a collective that
-        passes data around a ring of all ranks `passes` times. If the hosts' CPUs run the model,
-        `exchanges` of these passes do not use the ring. In such a pass, each rank sends each part
-        of the data directly to the rank that needs the part (stages/data_group.py)."""
+        passes data around a ring of all ranks `passes` times. `exchanges`: the number of these
+        passes in which ranks send data directly to each other if CPUs run the model."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
@@ -159,9 +151,8 @@ class Fabric:
 
     def tensor(self, nbytes: float) -> float:
         """Return the seconds for which a layer's forward or backward waits while the
-        tensor-parallel ranks sum `nbytes` of activations twice. The device computes during the
-        fraction `plan.framework.hidden` of the sums' time, so the result does not include this
-        fraction. A ring that leaves the host uses all of the host's network cards."""
+        tensor-parallel ranks sum `nbytes` of activations twice. Time that overlaps with computing
+        is not included."""
         t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
@@ -171,7 +162,7 @@ class Fabric:
         return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.framework.hidden)
 
     def _side_by_side(self, ranks: int) -> tuple[float, float]:
-        """Return the rate in bytes/s and the latency in seconds of transfers between the devices of
+        """Return the rate in bytes/s and the latency in seconds of transfers between devices of
         `ranks` consecutive ranks."""
         if ranks <= self.group.ranks:
             return self.site.fabric.capacity, INSIDE_S
@@ -179,15 +170,15 @@ class Fabric:
         return min(self.site.fabric.capacity, self.site.out.capacity / devices), self.site.latency
 
     def context(self, nbytes: float) -> float:
-        """Return the seconds in which the context-parallel ranks pass keys and values around a
-        ring. `nbytes`: the bytes of keys and values on each device."""
+        """Return the seconds in which context-parallel ranks pass keys and values around a ring.
+        `nbytes`: the bytes of keys and values on each device."""
         c = self.plan.parallelism.cp
         rate, latency = self._side_by_side(c)
         return (c - 1) * (nbytes / rate + latency)
 
     def experts(self, nbytes: float) -> float:
-        """Return the seconds for sending tokens to the devices of their experts and sending the
-        results back. `nbytes`: the bytes of the tokens on each device."""
+        """Return the seconds for sending tokens to their experts and the results back. `nbytes`:
+        the bytes of the tokens on each device."""
         e = self.plan.parallelism.ep
         rate, latency = self._side_by_side(e)
         return 2 * (e - 1) * (nbytes / e / rate + latency)
@@ -196,16 +187,14 @@ class Fabric:
 
     def serve(self, params: float) -> Cost:
         """Cost of sending parameters from the server to every device. If the server sends through
-        switches that sum, the result is only the cost of a copy in the server's memory.
-        (`fan_in.parameters` is the cost of the packets.)"""
+        switches that sum, the result excludes the cost of the packets."""
         if self.fan_in is not None and self.server is not None:
             return self.fan_in.copy_out(params)
         return self.answer(params)
 
     def answer(self, params: float, kept: bool = False) -> Cost:
-        """Cost of moving parameters to every device. The placement decides where the parameters
-        come from: other devices, host memory, SSDs or the server. If `kept` is true, the parameters
-        are already in the memory of each host."""
+        """Cost of moving parameters to every device. If `kept` is true, the parameters are already
+        in the memory of each host."""
         place, group = self.plan.placement, self.group
         nbytes = params * self.plan.sizes.parameter_bytes
         if place.parameters == "device":
@@ -245,9 +234,8 @@ class Fabric:
         return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
-        """Cost of summing a block's gradient, including the transfer from every device. The
-        placement decides where gradients are summed, for example in a ring of the devices or at the
-        server. If host memory holds the sum, the cost includes moving the sum to host memory."""
+        """Cost of summing a block's gradient, including the transfer from every device and to the
+        memory that holds the sum."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
@@ -284,25 +272,24 @@ class Fabric:
         return Cost(nbytes, uses, site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
-        """Cost of an all-to-all that sends rows of embedding tables to the devices that need these
-        rows. The tables are spread over all devices. `nbytes`: the bytes of the rows that one
-        device needs for its share of the batch."""
+        """Cost of an all-to-all that sends rows of embedding tables to the devices that need them.
+        `nbytes`: the bytes of the rows that one device needs for its share of the batch."""
         n = self.group.replicas
         uses = self._network(0.0, (n - 1) / n) if n > 1 else []
         return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
 
     @property
     def _own(self) -> float:
-        """The number of parameters whose state is on one host (for all devices of the host),
-        divided by the number of parameters on one device."""
+        """The number of parameters whose state is on one host, divided by the number of parameters
+        on one device."""
         group = self.group
         if self.plan.placement.state == "server":
             return group.server_share * group.tp
         return group.tp * group.ranks / group.replicas
 
     def hold(self, params: float) -> Cost:
-        """Cost of storing one host's gradient on SSDs until the update. If the gradient stays in
-        memory, the cost is zero."""
+        """Cost of storing one host's gradient on SSDs until the update; zero if the gradient stays
+        in memory."""
         place = self.plan.placement
         if place.gradients != "ssd":
             return Cost(0, [])
@@ -321,8 +308,8 @@ class Fabric:
         return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
-        """Cost of reading the state that an update needs from the SSDs. If the gradient is on SSDs
-        too, the cost includes reading the gradient."""
+        """Cost of reading the state, and the gradient if it is on SSDs, from the SSDs for an
+        update."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
@@ -347,8 +334,8 @@ class Fabric:
         return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
 
     def upstream(self, params: float) -> Cost:
-        """Cost of moving updated parameters from the processor in an SSD to host memory. If the
-        SSDs do not update parameters, the cost is zero."""
+        """Cost of moving updated parameters from the processor in an SSD to host memory; zero if
+        the SSDs do not update parameters."""
         if self.plan.placement.update != "ssd":
             return Cost(0, [])
         return Cost(params * self._own * self.plan.sizes.upstream_bytes, self.site.reads())
@@ -360,30 +347,25 @@ class Fabric:
         return Cost(nbytes, self._state_site().writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
-        """Cost of reading parameters from files on SSDs into the memory of the server or host that
-        owns the files."""
+        """Cost of reading parameters from files on SSDs into memory."""
         nbytes = params * self._own * self.plan.sizes.parameter_bytes
         return Cost(nbytes, self._state_site().reads())
 
     @property
     def depth(self) -> int:
-        """The maximum number of reads that the SSDs process at the same time. The same maximum
-        applies to writes."""
+        """The maximum number of reads that the SSDs process at the same time, which is also the
+        maximum number of writes."""
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
     def weights_share(self, params: float) -> float:
-        """The fraction of the parameters that memory holds in addition to the copy in files. A
-        server with files holds all parameters in memory if the parameters need at most half of the
-        memory, and no parameters in memory otherwise. If there is no such server, the plan states
-        the fraction (`plan.memory.public`)."""
+        """The fraction of the parameters that memory holds in addition to the copy in files."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
         return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
-        """Seconds in which devices cannot compute because they work on a transfer with this
-        cost."""
+        """Seconds in which devices cannot compute because they work on a transfer."""
         place = self.plan.placement
         alone = self.group.replicas == 1 or place.served
         if alone or not self.constants.tax or place.sum in ("relay", "server"):
@@ -394,9 +376,8 @@ class Fabric:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """The time of each block's forward on a device, split into four parts. Each attribute is a
-    sequence with the seconds of one part for each block. The time of the forward is the sum of the
-    four parts."""
+    """The seconds of each block's forward on a device, split into four parts: one sequence for each
+    part, with one number per block."""
 
     forward: Sequence[float]  # the device computes
     tensor: Sequence[float]  # tensor-parallel ranks sum activations

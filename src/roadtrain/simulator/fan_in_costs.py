@@ -6,8 +6,8 @@ and the stage's server, through a tree of switches.
 
 A block is a group of gradient elements that share an exponent. Every link carries each of these
 streams once (Sun et al. (LuWu), section 3.1). The work of a cost is the number of bytes on the
-wire, which are complete packets with headers. In all methods, `params` is the number of a chunk's
-parameters on one device.
+wire, including packet headers. In all methods, `params` is the number of a chunk's parameters on
+one device.
 """
 
 from __future__ import annotations
@@ -51,19 +51,16 @@ class FanInCosts:
 
     @property
     def _rate(self) -> float:
-        """Rate in bytes/s of the slower network card: either the worker's card or the server's
-        card."""
+        """Rate in bytes/s of the slower network card: the worker's or the server's."""
         group = self.group
         return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
     def copy_out(self, params: float) -> Cost:
-        """Cost of copying parameters in the server's memory, from the server's state to the buffer
-        from which the server sends the parameters to the switches."""
+        """Cost of copying parameters from the server's state to the buffer for sending."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
     def copy_in(self, params: float) -> Cost:
-        """Cost of copying a sum in the server's memory to the server's state, from the buffer in
-        which the sum has arrived from the switches."""
+        """Cost of copying a received sum to the server's state."""
         return Cost(params * SUM_BYTES, self._server_memory(2.0))
 
     def parameters(self, params: float) -> Cost:
@@ -91,7 +88,7 @@ class FanInCosts:
         return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=True))
 
     def gradients(self, params: float) -> Cost:
-        """Cost of sending gradients from each worker's devices to the server's memory. The memory
+        """Cost of sending gradients from each worker's devices to the server's memory, which
         receives the sum in fp32."""
         group, wire = self.group, self.switches.on_wire(params * self.packets.width)
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
@@ -120,8 +117,7 @@ class FanInCosts:
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
-        """Return the number of bytes of the exponents: one byte for each group of elements that
-        share an exponent, or 0 if the scale of the integers is fixed."""
+        """Return the number of bytes of the exponents; 0 if the scale of the integers is fixed."""
         return -(-params // self.packets.block) if self.packets.block else 0.0
 
     def _cost(self, wire: float, uses: Uses) -> Cost:
@@ -129,16 +125,14 @@ class FanInCosts:
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
     def _shared_part(self) -> float:
-        """Return the number of bytes by which one task increases the traffic of a link, for each
-        byte of a device's data. Switches sum or copy the data, so one byte crosses the link for
-        all workers together. If several tasks simulate the workers, each task adds a fraction
-        of this byte."""
+        """Return the number of bytes that one task adds to the traffic of a link, for each byte of
+        a device's data. Switches sum or copy the data, so one byte crosses the link for all workers
+        together."""
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:
-        """Return the resources that a byte uses on its way to the server (if `up` is true) or from
-        the server. The result includes the heartbeats in the other direction, which acknowledge the
-        byte."""
+        """Return the resources that a byte and its acknowledgement use on the way to the server (if
+        `up` is true) or from the server."""
         group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]
@@ -150,8 +144,7 @@ class FanInCosts:
         return uses + group.touched(group.card)
 
     def _heartbeats(self) -> float:
-        """Return the number of bytes of heartbeats that acknowledge one byte of packets. Heartbeats
-        travel in the other direction."""
+        """Return the number of bytes of heartbeats that acknowledge one byte of packets."""
         rate = self._rate
         if rate == float("inf") or not self.packets.overhead:
             return 0.0

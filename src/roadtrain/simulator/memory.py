@@ -1,13 +1,11 @@
-"""Compute in closed form how many bytes a plan needs of every memory, and whether the plan fits.
-The bytes in a memory are the sum of fixed buffers and of the data of each micro-batch in flight.
+"""Compute how many bytes a plan needs of every memory, and whether the plan fits. The bytes in a
+memory are the sum of fixed buffers and of the data of each micro-batch in flight.
 
 Device memory holds parameters, gradients, state, activations of micro-batches in flight and the
 logits of the loss. The total of these bytes is multiplied by `plan.framework.fragmentation`. Then
 `plan.framework.context_bytes` is added. The placement decides whether a device holds all parameters
-of the stage, a part of them, or `plan.memory.slots` blocks. Tables and experts are spread over
-devices, so each device holds a part of each table and only some experts. With activation
-checkpointing, a device holds the inputs of all blocks, and all activations of one block. Host
-memory and SSDs hold the data that the placement stores there. Files have two slots for all data
+of the stage, a part of them, or `plan.memory.slots` blocks. With activation checkpointing, a device
+holds the inputs of all blocks, and all activations of one block. Files have two slots for all data
 that an update writes, so that a crash during the update leaves the old data intact (Rule 3). If a
 host's CPUs run the model, device memory is host memory, and the bytes of all processes on the host
 are added up. Megatron's mixed precision corresponds to placement `zero1` with gradient_bytes = 4: 2
@@ -56,8 +54,7 @@ class Need:
 
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the bytes on a device that are in use throughout a step: parameters, gradients and
-    state, but not activations."""
+    """Return the bytes of parameters, gradients and state that a device holds throughout a step."""
     place, parallelism = plan.placement, plan.parallelism
     spread = [block.tables * (1 - 1 / parallelism.replicas) for block in blocks]
     params = [
@@ -83,8 +80,7 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
     """Return the bytes of activations that a micro-batch keeps on a device until the backward.
-    `parts`: the number of virtual pipeline stages to which `blocks` belong. If
-    `plan.memory.offload` is true, the result is 0, because activations are moved to host memory."""
+    `parts`: the number of virtual pipeline stages to which `blocks` belong."""
     if plan.memory.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
@@ -94,8 +90,8 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
-    """Return the bytes of a block's activations that one tensor-parallel rank keeps until the
-    backward, for each sample."""
+    """Return the bytes per sample of a block's activations that one tensor-parallel rank keeps
+    until the backward."""
     inputs = _on_rank(plan, block.input, block.input)
     saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
     if plan.activation_checkpointing:
@@ -106,18 +102,16 @@ def _kept(plan: Plan, block: BlockShape) -> float:
 
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
-    """Return the bytes of activations that one tensor-parallel rank holds, if a block has `nbytes`
-    bytes of activations. Every rank holds `whole` of these bytes, and the ranks divide the other
-    bytes among themselves. With sequence parallelism, the ranks divide all bytes."""
+    """Return the bytes of a block's activations on one tensor-parallel rank, if the block has
+    `nbytes` bytes in total. Every rank holds `whole` of these bytes, unless sequence parallelism
+    divides all bytes."""
     whole = 0.0 if plan.framework.sequence else whole
     return (nbytes - whole) / plan.parallelism.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the bytes that the blocks need temporarily while they run, besides the activations
-    that are kept for backward. A block that is recomputed needs all of its activations. The output
-    layer needs the logits of the loss. If each tensor-parallel rank keeps only a part of a block's
-    input, the complete input is needed temporarily."""
+    """Return the bytes that blocks need temporarily while they run, besides the activations that
+    are kept for backward."""
     tp, framework = plan.parallelism.tp, plan.framework
     split = (block.input - _on_rank(plan, block.input, block.input) for block in blocks)
     inputs, own = max(split, default=0.0), 0.0
@@ -154,8 +148,7 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
 
 
 def file_bytes(plan: Plan, params: float) -> float:
-    """Return the bytes of the files for `params` parameters. The files have two slots for all data
-    that an update writes. If gradients are held on files, the result includes the gradients."""
+    """Return the bytes of the files for `params` parameters."""
     place = plan.placement
     copy = plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
     return params * (
@@ -165,8 +158,8 @@ def file_bytes(plan: Plan, params: float) -> float:
 
 
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
-    """Return the largest number of bytes that a step needs at any time on a device of pipeline
-    stage `number`."""
+    """Return the most bytes that a step needs at any time on a device of pipeline stage
+    `number`."""
     parallelism = plan.parallelism
     widths = parallelism.widths or (1,) * parallelism.pp
     virtual = parallelism.virtual_stages
@@ -185,9 +178,8 @@ def needs(
     sharing: Sequence[int] = (),
 ) -> list[Need]:
     """Return the bytes that the plan needs of the devices, hosts and SSDs of each stage, and of the
-    server. `hosts`: for each stage, the host with the least resources among the stage's hosts.
-    `sharing`: for each stage, the number of stages on the same host; empty if no stages share a
-    host."""
+    server. `hosts`: for each stage, its host with the least resources. `sharing`: for each stage,
+    the number of stages on the same host; empty if no stages share a host."""
     out: list[Need] = []
     free, served = 1 - plan.headroom, 0
 
@@ -225,9 +217,8 @@ def shared_needs(
     hosts: Sequence[Host],
     slots_of: Sequence[Sequence[int]],
 ) -> list[Need]:
-    """Return the bytes that the plan needs in the memory of hosts whose CPUs run the model. The
-    result has one Need for each kind of host. If hosts of a kind need different numbers of bytes,
-    the Need has the largest number.
+    """Return the bytes that the plan needs in the memory of hosts whose CPUs run the model: for
+    each kind of host, the bytes of the fullest host.
 
     Args:
         cuts: For each stage, its blocks.
@@ -258,8 +249,8 @@ def _room(host: Host) -> float:
 
 
 def check(found: Sequence[Need], plan: Plan) -> None:
-    """Raise BudgetError if the plan does not fit. The error contains the needed bytes, the
-    available bytes, and the change of the plan that helps most."""
+    """Raise BudgetError if the plan does not fit. The error has the needed bytes, the available
+    bytes, and the change of the plan that helps most."""
     worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
     if worst.fits:
         return
@@ -280,8 +271,7 @@ def check(found: Sequence[Need], plan: Plan) -> None:
 
 
 def kept_free(plan: Plan) -> str:
-    """Return a text for error messages that states which fractions of memory plans must leave
-    free."""
+    """Return a text for error messages on the fractions of memory that plans must leave free."""
     return (
         f"{plan.headroom:.0%} of device and host memory is kept free, and {1 - USABLE:.0%} of host"
         " memory is the system's"
@@ -289,10 +279,9 @@ def kept_free(plan: Plan) -> str:
 
 
 def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
-    """Divide the blocks into parts, and return the parts of each pipeline stage: one part for each
-    virtual stage of the pipeline stage. Blocks before the first layer belong to the first part.
-    Blocks after the last layer belong to the last part. Raises ConfigError if the layers cannot be
-    divided among the stages."""
+    """Divide the blocks among the pipeline stages, and return the blocks of each stage's virtual
+    stages. Blocks before the first layer belong to the first virtual stage of the model, blocks
+    after the last layer to the last. Raises ConfigError if the layers cannot be divided."""
     pp = plan.parallelism.pp
     if pp * plan.parallelism.virtual_stages == 1:
         return [[list(blocks)]]

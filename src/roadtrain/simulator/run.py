@@ -32,11 +32,11 @@ class Result:
     taken from a later step, when consecutive steps take the same time.
 
     `differ`: the difference in seconds between the last two simulated steps. `estimated`: True if
-    the step is so long that its figures are estimated from shorter steps. `busy`: for each resource
-    or lane, the fraction of the time in which the resource or lane is busy. `stages`: (pipeline
-    stage or server, kind of work) -> the total seconds and the total work of the tasks of this kind
-    on this stage or server. `peaks`: for each memory, the most bytes that the memory holds.
-    `bytes`: for each resource, the bytes that use the resource."""
+    the figures are estimated from shorter steps. `busy`: for each resource or lane, the fraction of
+    the time in which it is busy. `stages`: (pipeline stage or server, kind of work) -> the total
+    seconds and the total work of these tasks. `peaks`: for each memory, the most bytes that the
+    memory holds. `bytes`: for each resource, the bytes that use the resource.
+    """
 
     plan: Plan
     seconds: float
@@ -77,16 +77,14 @@ def simulate(
     """Simulate steps of a plan until two consecutive steps take the same time, and return the
     result.
 
-    If a step has many micro-batches, only some of them are simulated, and the time and traffic of
-    the other micro-batches are added. This requires that micro-batches repeat: each additional
-    group of micro-batches adds the same time and traffic. If micro-batches do not repeat and the
-    step has several hundred micro-batches, the step is estimated from two shorter steps. If
-    `traced` is true, all micro-batches are simulated, and the result has a trace of all tasks. If
-    `apart` is true, or if the plan has `widths`, each data-parallel rank is simulated separately,
-    and all traffic of a host shares the host's network cards. Otherwise the ranks of a stage are
-    simulated as one rank on the host with the least resources. Raises ConfigError for a plan that
-    is impossible on this cluster. If `checked` is true, raises BudgetError for a plan that does not
-    fit into memory."""
+    Of many equal micro-batches, only some are simulated. If micro-batches differ and a step has
+    several hundred of them, the step is estimated from shorter steps. If `traced` is true, all
+    micro-batches are simulated, and the result has a trace of all tasks. If `apart` is true, or if
+    the plan has `widths`, each data-parallel rank is simulated separately. Otherwise the ranks of a
+    stage are simulated as one rank on the host with the least resources. Raises ConfigError for a
+    plan that is impossible on this cluster. If `checked` is true, raises BudgetError for a plan
+    that does not fit into memory.
+    """
     engine = Engine(traced)
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
@@ -127,10 +125,9 @@ def simulate(
 
 
 class _Steps:
-    """The simulated steps of a scene. `marks`: a list with the state of all counters before the
-    first step and after each step. The counters are the clock, and the use of each resource and
-    lane. `differ`: the difference in seconds between the last two steps that `steady` simulated.
-    `estimated`: whether the counts were estimated from shorter steps."""
+    """The simulated steps of a scene. `marks`: the clock and the use of each resource and lane,
+    before the first step and after each step. `differ`: the difference in seconds between the last
+    two steps. `estimated`: whether the counts were estimated from shorter steps."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks = scene, [_mark(scene.engine)]
@@ -151,8 +148,7 @@ class _Steps:
 
     def steady(self, num_microbatches: int) -> Counts:
         """Simulate steps until two consecutive steps are equal, and return the counts of the last
-        step. If no two consecutive steps are equal, for example because steps alternate, return the
-        mean counts of several steps."""
+        step. If steps stay unequal, return the mean counts of several steps."""
         took: list[Counts] = []
         while len(took) < MOST_STEPS:
             took.append(self.step(num_microbatches))
@@ -163,8 +159,8 @@ class _Steps:
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
     def extrapolated(self) -> Counts | None:
-        """Return the counts of a step of many micro-batches, computed from shorter steps. Return
-        None if the step has too few micro-batches."""
+        """Return the counts of a step of many micro-batches, computed from shorter steps, or None
+        if the step has too few micro-batches."""
         plan = self.scene.plan
         turn = plan.parallelism.pp  # number of micro-batches after which a pipeline repeats
         number, odd = plan.num_microbatches, plan.num_microbatches % turn
@@ -182,9 +178,7 @@ class _Steps:
 
     def counted(self, few: int, turn: int) -> Counts | None:
         """Return the counts of the plan's step, extrapolated from steps of `few`, `few + turn` and
-        `few + 2 * turn` micro-batches. `turn`: the number of micro-batches after which the pipeline
-        does the same work again. Return None if the counts do not grow linearly: the third step
-        must differ from the second step by the same counts as the second step from the first."""
+        `few + 2 * turn` micro-batches. Return None if the counts do not grow linearly."""
         base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
         more = _less(second, first)
         before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]
@@ -196,9 +190,8 @@ class _Steps:
         return {key: n + more[key] * times for key, n in second.items()}
 
     def _same(self, a: Counts, b: Counts, whole: Counts) -> bool:
-        """Return whether the counts `a` and `b` of two steps are equal. The uses of a resource
-        count as equal if they differ by less than a small fraction of the use of this resource in
-        all steps so far (`whole`)."""
+        """Return whether the counts of two steps are equal. Differences that are small compared
+        with the use of a resource in all steps so far (`whole`) do not count."""
         return abs(a["seconds"] - b["seconds"]) <= SAME * b["seconds"] and all(
             abs(a[r] - b[r]) <= SAME * whole[r] for r in self.scene.engine.resources
         )

@@ -37,11 +37,8 @@ from roadtrain.switch.options import MOST_CHILDREN
 
 class Scene:
     """A plan that is laid out on a cluster. `needs`: the bytes that the plan needs of every memory.
-    `build` creates the stages on their hosts, the server, and the links between stages. If `apart`
-    is true, or if the plan has `widths`, each replica of a stage is simulated separately. Otherwise
-    all replicas of a stage are simulated as one replica. Raises ConfigError for a plan that is
-    impossible on this cluster.
-    """
+    If `apart` is true, or if the plan has `widths`, each replica of a stage is simulated
+    separately. Raises ConfigError for a plan that is impossible on this cluster."""
 
     def __init__(
         self,
@@ -65,8 +62,7 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} needs {parallelism.devices} devices, but the cluster has"
-                f" {len(slots)}",
+                f"{parallelism} needs {parallelism.devices} devices, the cluster has {len(slots)}",
                 hint="choose a smaller parallelism, or add hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
@@ -96,35 +92,29 @@ class Scene:
                 self._check_packets(place.name, self._tree(number))
 
     def _check_packets(self, name: str, tree: SwitchTree | None) -> None:
-        """Raise ConfigError if a real run with these switches would refuse the plan's packet
-        window, the number of children of a switch, or the plan's `keep` (the fraction of a gradient
-        that is sent)."""
+        """Raise ConfigError if a real run with these switches would refuse the plan's packets."""
         assert tree is not None
         window = self.plan.packets.window
         for switch in tree.switches.values():
             if 0 < switch.slots < window:
                 raise ConfigError(
-                    f"placement {name} needs a slot for each of {window} packets in flight, but"
-                    f" switch {switch.name} has {switch.slots} slots",
+                    f"{name} needs {window} slots, but switch {switch.name} has {switch.slots}",
                     hint="use a smaller packets.window, or a switch with more slots",
                 )
             if (children := tree.children(switch.name)) > MOST_CHILDREN:
                 raise ConfigError(
-                    f"{children} hosts and switches send to switch {switch.name}, but the maximum"
-                    f" is {MOST_CHILDREN}",
+                    f"switch {switch.name} has {children} children, but may have {MOST_CHILDREN}",
                     hint="add a level of switches",
                 )
         if self.plan.keep is not None:
             raise ConfigError(
-                f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends only a"
-                " part of each gradient",
+                f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends parts",
                 hint="omit keep, or choose placement server",
             )
 
     def check_networks(self) -> None:
-        """Raise ConfigError if hosts that exchange data have no network in common. Also raise
-        ConfigError if all devices are on one host, but the placement sums on other hosts or in
-        switches."""
+        """Raise ConfigError if hosts that exchange data have no network in common, or if the
+        placement sums between hosts but all devices are on one host."""
         groups = self.groups_of
         places = [self.plan.placement_of(number) for number in range(len(groups))]
         for number, group in enumerate(groups):
@@ -147,9 +137,8 @@ class Scene:
         return any(place.served for place in self.plan.placements)
 
     def build(self, engine: Engine) -> None:
-        """Create all resources, stages and links of a step. Raises ConfigError if hosts have no
-        network in common, or if the devices of a host cannot be divided into tensor-parallel
-        groups."""
+        """Create all resources, stages and links of a step. Raises ConfigError if the hosts have no
+        network in common, or if their devices cannot be divided into tensor-parallel groups."""
         cluster = self.cluster
         self.engine = engine
         self.switches: dict[str, Resource] = {}  # resources of all switches that sum, by name
@@ -177,13 +166,12 @@ class Scene:
         self.between = {} if self.apart else self._boundaries()
 
     def _served_hosts(self) -> list[tuple[int, Sequence[Host]]]:
-        """Return, for each stage that the server serves, the stage's number and its hosts."""
+        """Return the number and the hosts of each stage that the server serves."""
         stages = enumerate(self.groups_of)
         return [(n, hosts) for n, hosts in stages if self.plan.placement_of(n).served]
 
     def _server_nics(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
-        """Return the network cards of the server `node` over which hosts of the stage reach the
-        server."""
+        """Return the network cards of the server `node` over which hosts of the stage reach it."""
         number, hosts = stage
         if (tree := self._tree(number)) is not None:
             assert tree.node is not None
@@ -191,8 +179,8 @@ class Scene:
         return [self.cluster.common([host, node])[1] for host in hosts]
 
     def _tree(self, stage: int) -> SwitchTree | None:
-        """Return the tree of switches that sum a stage's gradients. Return None if no switch sums
-        gradients of this stage."""
+        """Return the tree of switches that sum a stage's gradients, or None if no switch sums
+        them."""
         place = self.plan.placement_of(stage)
         if place.sum != "switch":
             return None
@@ -205,9 +193,8 @@ class Scene:
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
     def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
-        """Create the simulated fan-in of a stage, which connects the stage's server with the
-        switches. Return None if the placement has no fan-in. `workers`: the number of workers whose
-        gradients are summed."""
+        """Create the fan-in between a stage's server and the switches, or return None if the
+        placement has none. `workers`: the number of workers whose gradients are summed."""
         plan = self.plan.of_stage(stage)
         if not plan.placement.fans_in:
             return None
@@ -215,7 +202,7 @@ class Scene:
         return SimulatedFanIn(self.engine, f"stage {stage}", workers, block_pieces(plan, blocks))
 
     def _switch(self, name: str, capacity: float) -> Resource:
-        """Return the resource of a switch with this name. All stages share the resource."""
+        """Return the resource of a switch, which all stages share."""
         if name not in self.switches:
             self.switches[name] = self.engine.resource(name, capacity)
         return self.switches[name]
@@ -304,15 +291,12 @@ class Scene:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
         if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
             raise ConfigError(
-                f"tensor-parallel groups of {tp} devices cannot be placed on hosts with {fewest}"
-                " devices",
-                hint="choose a tp that divides the number of devices per host, or a multiple of"
-                " this number",
+                f"tensor-parallel groups of {tp} devices do not fit on hosts with {fewest} devices",
+                hint="choose a tp that divides the number of devices per host, or a multiple of it",
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:
-        """Return the resources of each host that the plan uses, by the host's index. A host's
-        network cards, memory and SSDs exist once, and all ranks on the host share them."""
+        """Return the resources of each host that the plan uses, by the host's index."""
         found, named = dict[int, SharedHost](), Counter[str]()
         for slot in dict.fromkeys(itertools.chain.from_iterable(self.slots_of)):
             host = self.hosts[slot]
@@ -323,7 +307,7 @@ class Scene:
 
     def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
         """Return the links between switches that connect ranks with these network cards. The count
-        of a link is the number of pairs of ranks whose traffic uses the link."""
+        of a link is the number of pairs of ranks that use it."""
         found = Counter[Resource]()
         for (a, n), (b, m) in itertools.permutations(Counter(nics).items(), 2):
             found.update({link: n * m for link, _ in self.switch_links.uses(a, b)})
@@ -355,9 +339,8 @@ class Scene:
     def _crossing(
         self, sender: SimulatedStage, receiver: SimulatedStage, what: str, nbytes: float
     ) -> Cost:
-        """Return the cost of sending `nbytes` from each device of `sender` to `receiver`. If
-        replicas are simulated separately, the result is the cost for all devices of the sending
-        replica together. `what`: the direction, FORWARD or BACKWARD."""
+        """Return the cost of sending `nbytes` from each device of `sender` to `receiver`. `what`:
+        the direction, FORWARD or BACKWARD."""
         if not self.apart:
             link = self.between.get((sender.number, receiver.number, what))
             return Cost(0.0) if link is None else Cost(nbytes, [(link[0], 1.0)], link[1])
@@ -400,8 +383,7 @@ class Scene:
         return found
 
     def _slot(self, stage: SimulatedStage) -> int:
-        """Return the index of the host that has the first device of `stage`, which is one replica
-        of a pipeline stage."""
+        """Return the index of the host that has the first device of the replica `stage`."""
         return self.slots_of[stage.number][stage.replica * self._devices_of_replica]
 
     @property
@@ -410,8 +392,7 @@ class Scene:
 
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
         """Return, for each host, the network card for the traffic of `group`: "dp" (parameters and
-        gradients of `stage`) or "pp" (activations between stages). Return an empty list if there is
-        only one host and this host has no network card."""
+        gradients of `stage`) or "pp" (activations between stages)."""
         kind, place = self.plan.networks.get(group), self.plan.placement_of(stage)
 
         def fits(nic: Nic) -> bool:
@@ -441,9 +422,8 @@ class Scene:
         return max(bounds) + self.constants.fixed
 
     def watts(self, busy: dict[str, float]) -> float:
-        """Return the power in watts of all hosts and devices that the plan uses. The power of a
-        host or device rises from its idle power to its peak power, in proportion to the fraction of
-        time in which the host or device is busy."""
+        """Return the power in watts of all hosts and devices that the plan uses. Power rises from
+        idle power to peak power in proportion to the fraction of busy time."""
         total, n = 0.0, max(1, len(self.stages))
         for stage in self.stages:
             device, site = stage.device, stage.fabric.site
@@ -477,8 +457,7 @@ class Scene:
 
 
 def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> float:
-    """Return the bytes of activations that a device sends to a device of the next stage for each
-    micro-batch. In the backward, gradients of the same size are sent in the other direction.
+    """Return the bytes of activations that a device sends to the next stage for each micro-batch.
     `following`: the first block of the next stage."""
     samples = plan.micro_batch / plan.parallelism.cp
     if model.hidden:
@@ -489,5 +468,5 @@ def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> floa
 
 def _watts(of: Host | Device, share: float) -> float:
     """Return the power in watts of a host or device that is busy for the fraction `share` of the
-    time. If `peak_watts` is not known, the result is the idle power."""
+    time. If the peak power is unknown, return the idle power."""
     return of.idle_watts + max(0.0, of.peak_watts - of.idle_watts) * share

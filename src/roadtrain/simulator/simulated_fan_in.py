@@ -1,13 +1,13 @@
-"""Simulate the fan-in of one stage with the real state machine of the fan-in, which runs in the
-server's process. This state machine decides when a chunk is sent to all workers, when workers may
-send a gradient, and which messages the server receives.
+"""Simulate the fan-in of one stage with the real state machine of the server's process. The state
+machine decides when a chunk is sent to all workers, when workers may send a gradient, and which
+messages the server receives.
 
     FanInStateMachine -> Up, Broadcast, Grant, SendMaxima, PushRound: each becomes messages and
     packet streams with the costs of fan_in_costs.py
 
-Each direction (to the server, to the workers) is one stream. The packets of a stream are sent in
-the order of their sequence numbers, and no packet is lost. If a worker is so late that the other
-workers continue without it, the late worker is served over TCP, as in a real run.
+Each direction (to the server, to the workers) is one stream, in the order of sequence numbers. No
+packet is lost. If the other workers continue without a late worker, the late worker is served over
+TCP, as in a real run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ PacketRun = list[Then]
 
 
 class NumberedStream:
-    """A stream that sends packets in the order of their sequence numbers. Packets that are ready
-    too early wait until all earlier packets are sent."""
+    """A stream that sends packets in the order of their sequence numbers."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -57,8 +56,7 @@ class NumberedStream:
         self.runs: deque[PacketRun] = deque()
 
     def next(self) -> PacketRun:
-        """Reserve sequence numbers for a run of packets that will be sent after all earlier
-        runs."""
+        """Reserve sequence numbers for a run of packets after all earlier runs."""
         self.runs.append([])
         return self.runs[-1]
 
@@ -73,9 +71,9 @@ class NumberedStream:
 
 
 class SimulatedFanIn:
-    """The fan-in of one stage on the virtual clock, as seen from the server's process. `blocks`:
-    the division of the stage's blocks into chunks. A *member* of the fan-in is a link from one
-    worker, or the only link if all workers are simulated as one."""
+    """The fan-in of one stage on the virtual clock. `blocks`: the division of the stage's blocks
+    into chunks. A *member* of the fan-in is a link from one worker, or the only link if all workers
+    are simulated as one."""
 
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
@@ -109,9 +107,8 @@ class SimulatedFanIn:
         self._send([replace(pull, worker=worker) for worker in self._workers(member)])
 
     def announce(self, member: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Announce a gradient of the workers that `member` stands for. `fresh`: whether the
-        gradient is the chunk's first of the step. `then`: function that is called when the server
-        has received the gradient."""
+        """Announce a gradient of a member's workers. `fresh`: whether the gradient is the chunk's
+        first of the step. `then`: called when the server has received the gradient."""
         waiting = self.pushed.setdefault(chunk, [deque() for _ in range(self.workers)])
         waiting[self._workers(member)[0]].append(then)
         self._send([Announce(chunk, fresh, worker) for worker in self._workers(member)])
@@ -124,8 +121,8 @@ class SimulatedFanIn:
         self._send([replace(update, worker=worker) for worker in self._workers(member)])
 
     def answered(self, ticket: int) -> None:
-        """Count an answer to the pull with this ticket. Each member has its own part of the
-        simulated server. The pull is answered once the parts of all members have answered."""
+        """Count an answer to the pull with this ticket. The pull is answered once the server has
+        answered for every member."""
         self.unanswered[ticket] -= 1
         if not self.unanswered[ticket]:
             del self.unanswered[ticket]
@@ -139,8 +136,7 @@ class SimulatedFanIn:
         return range(self.workers)
 
     def _send(self, events: Sequence[FanInEvent]) -> None:
-        """Send messages from workers to the fan-in in the server's process, one message from each
-        worker."""
+        """Send messages from workers to the fan-in, one from each worker."""
 
         def arrived() -> None:
             # with a single member, all workers send at the same time, so none is late
@@ -185,9 +181,7 @@ class SimulatedFanIn:
                 self._push(action)
 
     def _to_server(self, message: m.WorkerMessage) -> None:
-        """Send a message to each member's part of the simulated server. The fan-in acts as a single
-        worker of the server. Each gradient of this single worker is already complete, so Close
-        messages are not sent."""
+        """Send a message from the fan-in to each member's simulated server."""
         if isinstance(message, m.Pull):
             self.unanswered[message.ticket] = len(self.members)
         for member in self.members if not isinstance(message, m.Close) else ():
@@ -217,8 +211,8 @@ class SimulatedFanIn:
         self.engine.task("Fetch", cost.of_bytes, then=arrived, where=self.name)
 
     def _granted(self, action: Grant) -> None:
-        """Send a grant to all workers. When the grant has arrived, all workers send their
-        exponents. With a fixed scale there are no exponents, and this stream takes no time."""
+        """Let all workers send their exponents once the grant has arrived. With a fixed scale there
+        are no exponents, and the stream takes no time."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
         arrived = partial(self._handle, ExponentsArrived(action.chunk, action.round))
@@ -235,9 +229,8 @@ class SimulatedFanIn:
         self._stream("Fetch", maxima, self.down, partial(self.up.ready, run, send))
 
     def _push(self, action: PushRound) -> None:
-        """Give a sum to the server. The server receives the sum at once, because later actions
-        require that the server has the sum. The buffer of the sum becomes free after the time that
-        copying the sum takes."""
+        """Give a sum to the server at once. The buffer of the sum becomes free after the time for
+        copying it."""
         announced = self.granted.pop((action.chunk, action.round))
         waiting = self.pushed[action.chunk]
         for then in [waiting[w].popleft() for w in sorted(announced) if waiting[w]]:
@@ -252,16 +245,15 @@ class SimulatedFanIn:
         return [member.costs for member in self.members]
 
     def _packets(self, chunk: int) -> tuple[int, int]:
-        """Return the number of packets of a chunk's exponents, and the number of packets of the
-        chunk's gradient."""
+        """Return the number of packets of a chunk's exponents, and of its gradient."""
         params, costs = self.blocks.params_of(chunk), self._costs[0]
         return costs.exponent_packets(params), costs.gradient_packets(params)
 
     # actions that take time
 
     def _stream(self, stage: str, costs: Sequence[Cost], lane: Lane, then: Then) -> None:
-        """Send packets to or from all workers. `costs`: the cost for each member. `then`: function
-        that is called when the last packet has arrived."""
+        """Send packets to or from all workers. `costs`: the cost for each member. `then`: called
+        when the last packet has arrived."""
         cost = joined(costs)._replace(max_rate=costs[0].max_rate)
         if not cost.work:
             then()
@@ -281,13 +273,12 @@ class SimulatedFanIn:
 
 
 class SimulatedFanInLink:
-    """The link through switches to the server, either from one worker or from all workers that are
+    """The link through switches to the server, from one worker or from all workers that are
     simulated as one.
 
-    `end`: the simulated fan-in that the link belongs to. `server`: the part of the simulated server
-    that does the work for this link. `pulled`: function that is called with the ticket of each
-    answered pull. `settled`: function that is called with the number of a step when the server has
-    received the requests for all updates of the step.
+    `end`: the fan-in that the link belongs to. `server`: the simulated server that does the work
+    for this link. `pulled`: called with the ticket of each answered pull. `settled`: called with
+    the number of a step when the server has received the requests for all updates of the step.
     """
 
     def __init__(
@@ -313,7 +304,7 @@ class SimulatedFanInLink:
 
     def push(self, step: int, chunk: int, fresh: bool, then: Then) -> None:
         """Push a gradient of a chunk. `fresh`: whether the gradient is the chunk's first of the
-        step. `then`: function that is called when the server has received the gradient."""
+        step. `then`: called when the server has received the gradient."""
         self._in_order(step, partial(self.end.announce, self.number, chunk, fresh, then))
 
     def close(self, step: int, chunk: int) -> None:
@@ -332,8 +323,8 @@ class SimulatedFanInLink:
             self.early.popleft()[1]()
 
     def _in_order(self, step: int, send: Then) -> None:
-        """Send a message about a gradient of `step`, but only after all updates of the previous
-        step have been requested."""
+        """Send a message about a gradient of `step` once all updates of the previous step have been
+        requested."""
         if step <= self.requested + 1:
             send()
         else:
@@ -349,7 +340,7 @@ class SimulatedFanInLink:
         return step not in self.pending
 
     def check(self) -> None:
-        """Assert that each step in `pending` has at least one requested update that has not reached
-        the server, and that each message in `early` still has to wait."""
+        """Assert that each pending step has an update that has not reached the server, and that
+        each early message still has to wait."""
         assert all(count > 0 for count in self.pending.values())
         assert all(step > self.requested + 1 for step, _ in self.early)

@@ -1,9 +1,8 @@
 """Simulate one stage's server with the state machines of real servers.
 
-ServerStateMachine returns the actions Answer, Hold, Read, Update, Write and Prepare. Each action
-becomes a task on the virtual clock. fabric.py computes the cost of the task. CommitStateMachine
-decides when a step is committed. Equal servers are simulated as one server. The simulation computes
-no values: each gradient is None.
+Each action of ServerStateMachine (Answer, Hold, Read, Update, Write, Prepare) becomes a task on the
+virtual clock. CommitStateMachine decides when a step is committed. Equal servers are simulated as
+one server. The simulation computes no values: each gradient is None.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ ROW_BYTES = 2  # bytes of each element of a row that a block looks up (config/mo
 
 @dataclass(frozen=True)
 class BlockPieces:
-    """The division of blocks into chunks. Each block has the same number of chunks: `pieces`. The
-    transfers, reads and updates of a block's chunks overlap, as in a real run. Chunks are numbered
-    block by block."""
+    """The division of blocks into chunks: `pieces` chunks per block, numbered block by block. The
+    transfers, reads and updates of a block's chunks overlap, as in a real run."""
 
     pieces: int
     params: Sequence[float]  # for each block, the parameters that are transferred
@@ -81,9 +79,8 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
 
 
 def _rows(plan: Plan, block: BlockShape) -> float:
-    """Return the number of elements of this block's embedding tables that the samples of a step
-    use, as a number per device. (The methods of Fabric also take numbers per device.) In every
-    placement, tables are divided among all devices."""
+    """Return the number of elements per device of this block's embedding tables that the samples of
+    a step use. In every placement, tables are divided among all devices."""
     elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
     touched = min(float(block.tables), elements * plan.parallelism.dp)
     alone = plan.placement.update == "device" and plan.placement.state == "device"
@@ -92,7 +89,7 @@ def _rows(plan: Plan, block: BlockShape) -> float:
 
 class SimulatedServer:
     """The server of one stage on the virtual clock. If replicas are simulated separately, each
-    replica has its own object, which does this replica's part of the server's work."""
+    replica has its own object, which does this replica's share of the server's work."""
 
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
@@ -146,8 +143,7 @@ class SimulatedServer:
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
     def handle(self, event: m.Event) -> None:
-        """Pass an event to the server's state machine. If the state machine is still handling
-        earlier events, handle the new event after these events."""
+        """Pass an event to the server's state machine, after all earlier events."""
         self.inbox.append(event)
         if self.busy:
             return
@@ -158,7 +154,7 @@ class SimulatedServer:
         self.busy = False
 
     def end_step(self, step: int) -> None:
-        """End a step. The caller must have requested all updates of the step before this call."""
+        """End a step whose updates have all been requested."""
         self._send(self.commits.end_step(step))
         self._send(self.commits.blob(step, None))
 
@@ -187,9 +183,7 @@ class SimulatedServer:
             case m.Send(message):
                 self._reply(message)
             case _:
-                raise AssertionError(
-                    f"the server's state machine returned an unexpected action: {action}"
-                )
+                raise AssertionError(f"unexpected action of the server: {action}")
 
     def _reply(self, message: m.ServerMessage) -> None:
         match message:
@@ -241,8 +235,8 @@ class SimulatedServer:
         )
 
     def _on_disk(self, priority: int, stage: str, cost: Cost, then: Then, order: int = 0) -> None:
-        """Run a task with this cost when the queue of the SSDs admits the task. A task that uses no
-        SSD runs at once. `priority`: the kind of access, such as READ_STATE."""
+        """Run a task when the queue of the SSDs admits it, or at once if it uses no SSD.
+        `priority`: the kind of access, such as READ_STATE."""
         if not cost.uses:
             self._cost(stage, cost, then)
             return

@@ -2,9 +2,8 @@
 decides which fraction of the data each host sums. The reducers' state machines decide when a sum is
 complete.
 
-In the simulation, each chunk is summed as a single part. The traffic on the links is computed in
-closed form as if many small parts were in flight (sums/protocol/shares.py). Equal hosts send at the
-same time.
+Each chunk is summed as a whole. The traffic on the links is computed in closed form, as if many
+small parts of it were in flight (sums/protocol/shares.py).
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class SimulatedSums:
         self._agree(self.coordinator.remove(reducer))
 
     def pushed(self, tensor: int, elements: int) -> list[PartRound]:
-        """Deliver the next gradient of a tensor from all worker hosts to the reducer that sums the
-        gradient. Return the rounds of summation that are now complete."""
+        """Deliver the next gradient of a tensor from all worker hosts to its reducer. Return the
+        rounds of summation that are now complete."""
         number = self.rounds[tensor] = self.rounds.get(tensor, 0) + 1
         [reducer] = self.map.reducers(tensor, 1, number)
         machine = self.reducers.setdefault(reducer, ReducerStateMachine(self.workers))
@@ -59,8 +58,8 @@ class SimulatedSums:
         return [done for done in rounds if done is not None]
 
     def _agree(self, actions: Sequence[MembershipAction]) -> None:
-        """Deliver the coordinator's messages to all workers and the workers' answers to the
-        coordinator, until no message is left."""
+        """Deliver the coordinator's messages to all workers, and their answers to the coordinator,
+        until no message is left."""
         rounds = {tensor: (number, True) for tensor, number in self.rounds.items()}
         queue = deque(actions)
         while queue:
@@ -73,8 +72,8 @@ class SimulatedSums:
         self.exchange = self._exchange()
 
     def _exchange(self) -> float:
-        """Return the number of bytes that the first host's network card carries in each direction
-        for each byte of a gradient that the hosts sum."""
+        """Return the bytes that the first host's network card carries in each direction, for each
+        byte of a gradient."""
         spares, shares = list(self.map.spares.values()), list(self.map.shares.values())
         return busiest(self.rates, spares, shares) * self.rates[0]
 

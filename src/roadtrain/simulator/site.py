@@ -23,8 +23,8 @@ BEAT_S = 0.01
 
 
 class Site:
-    """The resources of one host, which stands for all hosts of its kind. Of the host's devices,
-    only one is modeled, because all devices of the host do the same work."""
+    """The resources of one host, which stands for all hosts of its kind. Only one of the host's
+    devices is modeled, because all devices do the same work."""
 
     def __init__(
         self,
@@ -35,9 +35,8 @@ class Site:
         name: str,
         resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        """Create the resources of the host. `resource`: a function that returns the resource with a
-        given name and capacity, for sites that share resources. If None, this site creates its own
-        resources."""
+        """Create the resources of the host. `resource`: returns the resource with a given name and
+        capacity, for sites that share resources. If None, this site has its own resources."""
         if resource is None:
 
             def resource(what: str, capacity: float) -> Resource:
@@ -70,8 +69,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """Return the resources that reading a byte from the SSDs uses. The byte is read into host
-        memory. If `beside` is true, the byte is read by the processors in the SSDs instead."""
+        """Return the resources that reading a byte from the SSDs into host memory uses. If `beside`
+        is true, the processors in the SSDs read the byte instead."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 
@@ -84,10 +83,10 @@ class SwitchResources:
     """The resources of the switches of one tree. `packets`: the plan's settings for packets.
 
     Upwards, each link carries one sum; downwards, each link carries one copy of the parameters. A
-    switch without a `rate` is a switch of the network itself, so summing and copying in this switch
-    cause no additional traffic. A switch with a `rate` is a machine that is attached to the
-    network. The packets of all children arrive over the network card of this machine. The machine
-    also sends a copy of each packet to each child, unless the network makes the copies.
+    switch without a `rate` is a switch of the network itself, so its sums and copies cause no
+    additional traffic. A switch with a `rate` is a machine that is attached to the network. Its
+    network card receives the packets of all children. It also sends a copy to each child, unless
+    the network makes the copies.
     """
 
     def __init__(
@@ -97,9 +96,8 @@ class SwitchResources:
         packets: SwitchPackets,
         constants: Constants,
     ) -> None:
-        """Create the resources of the links and switches of `tree`. `resource`: a function that
-        returns the resource with a given name and capacity, and creates each resource only
-        once."""
+        """Create the resources of the links and switches of `tree`. `resource`: returns the
+        resource with a given name and capacity, and creates each resource only once."""
         self.tree, self.packets = tree, packets
         # resource uses of a byte on the wire that every worker sends (up) or receives (down)
         self.up, self.down = Uses(), Uses()
@@ -122,7 +120,7 @@ class SwitchResources:
                 self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
 
     def on_wire(self, nbytes: float) -> float:
-        """Return the bytes of the packets, including headers, that carry `nbytes` of data."""
+        """Return the bytes on the wire, including packet headers, for `nbytes` of data."""
         return float(self.packets_of(nbytes) * self.packet_nbytes)
 
     def packets_of(self, nbytes: float) -> int:
@@ -130,24 +128,22 @@ class SwitchResources:
         return int(-(-nbytes // self.packets.payload))
 
     def latency(self, rate: float) -> float:
-        """Return the one-way latency in seconds over links of `rate` bytes/s. Each switch that is a
-        machine adds the time for receiving a batch of packets, because such a switch forwards
-        packets in batches."""
+        """Return the one-way latency in seconds over links of `rate` bytes/s. A switch that is a
+        machine adds the time for receiving a batch of packets."""
         machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
         batch = BATCH * self.packet_nbytes / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
     def beat_s(self, rate: float) -> float:
-        """Return the seconds from one heartbeat (an acknowledgement of packets) to the next. A
-        heartbeat is sent when a quarter of a window has arrived, and after 10 ms at the latest, but
-        not before at least one packet has arrived. `rate`: the rate of the packets in bytes/s."""
+        """Return the seconds from one heartbeat (an acknowledgement of packets) to the next: the
+        time for a quarter of a window, at most 10 ms, but at least the time for one packet. `rate`:
+        the rate of the packets in bytes/s."""
         return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
-        """Return the highest rate, in bytes/s on the wire, at which packets can be sent. The rate
-        is limited because at most a window of packets may be unacknowledged, and the window
-        advances only when a heartbeat acknowledges packets. `rate`: the rate of the network cards
-        in bytes/s."""
+        """Return the highest rate, in bytes/s on the wire, at which packets can be sent. At most a
+        window of packets may be unacknowledged. `rate`: the rate of the network cards in
+        bytes/s."""
         trip = 2 * self.latency(rate)
         by_time = self._window_nbytes / (trip + BEAT_S)
         return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
@@ -203,26 +199,23 @@ class FlowGroup:
     @property
     def card(self) -> float:
         """The number of bytes that one task of this group sends over the host's network card, for
-        each byte of a device's data. The host sends the data of all its ranks only once, because
-        gradients are summed inside the host, and all ranks have the same parameters."""
+        each byte of a device's data. The host sends the data of all its ranks only once."""
         return self.tp * self.ranks / self.beside
 
     def at_server(self, *, once: bool) -> float:
         """Return the number of bytes that cross the server's network card in one task, for each
-        byte that each host sends to the server or receives from the server. If `once` is true,
-        switches sum the bytes of all hosts, or copy the server's byte to all hosts, so a single
-        byte crosses the card for all hosts together."""
+        byte that each host sends or receives. If `once` is true, switches sum or copy the bytes, so
+        a single byte crosses the card for all hosts together."""
         return self.server_share * (1.0 if once else float(self.hosts))
 
     def inside(self, weight: float) -> Uses:
         """Return the resource uses of a byte that the ranks on this host exchange with each other.
-        `weight`: the amount of the resource per byte. Return an empty list if there is a single
-        rank."""
+        `weight`: the amount of the resource per byte."""
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
         """Return the use of the host's CPUs for a byte that enters or leaves the host `crossings`
-        times. Return an empty list if devices other than CPUs compute."""
+        times. Devices other than CPUs use no CPU time."""
         if self.site.cores is None or not self.touch:
             return []
         return [(self.site.cores, crossings * self.touch)]

@@ -6,10 +6,9 @@
 
 simulated_sums.py simulates sums; simulated_server.py simulates updates and commits.
 
-Equal workers are simulated as one worker. Usually, the forward or backward of each block is a task.
-If all parameters stay on the device, a forward or backward is a single task for all blocks. There
-are two exceptions: the first forward and the last backward of a step, and forwards or backwards
-that need table rows from other devices. The simulation computes no values: each gradient is None.
+Equal workers are simulated as one worker. The forward or backward of each block is a task. If all
+parameters stay on the device, most forwards and backwards are a single task for all blocks. The
+simulation computes no values: each gradient is None.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from roadtrain.stages.protocol.pipeline import (
 
 class SimulatedStage:
     """The workers of one pipeline stage, or of one replica of a stage, on the virtual clock. A
-    *run* is the forward or backward of a micro-batch. `send`: function that is called after each
-    run, with this stage and the run as arguments. The function sends the output of the run."""
+    *run* is the forward or backward of a micro-batch. `send`: called after each run with this stage
+    and the run, to send the output of the run."""
 
     def __init__(
         self,
@@ -128,8 +127,8 @@ class SimulatedStage:
         self._hold_fixed()
 
     def _place_blocks(self) -> None:
-        """Assign blocks to slots (buffers for one block each) of the device. Layers share slots.
-        Each block before or after the layers has a separate slot, and is pulled once per step."""
+        """Assign blocks to slots (buffers for one block each) of the device. Layers share slots;
+        each other block has its own slot."""
         plan, n = self.plan, len(self.blocks)
         every = not plan.memory.root
         layers = [i for i, block in enumerate(self.blocks) if "." in block.name or every]
@@ -141,9 +140,8 @@ class SimulatedStage:
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
     def bound(self) -> float:
-        """Return a lower bound for the seconds of a step. A step takes at least as long as the
-        device computes. It also takes at least as long as each resource needs for its traffic
-        (bytes divided by capacity). The largest of these times is the bound."""
+        """Return a lower bound for the seconds of a step: the longest of the computing time and the
+        times that resources need for their traffic."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -170,9 +168,9 @@ class SimulatedStage:
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
-        """Return the least number of parameters that each forward or backward through all parts of
-        the model fetches, after the first forward of the step. The largest `stay` blocks of each
-        part may still be on the device, so the parameters of these blocks are not counted."""
+        """Return the least number of parameters that each forward or backward through the stage
+        fetches, after the first forward of the step. `stay`: the number of blocks of each part of
+        the model that stay on the device."""
         total = 0.0
         for span in self.spans:
             layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)
@@ -197,13 +195,12 @@ class SimulatedStage:
 
     @property
     def first_s(self) -> float:
-        """Seconds in which the stage computes the forward and backward of a micro-batch through
-        only one part of the model: the first part that the stage has."""
+        """Seconds in which the stage computes the forward and backward of a micro-batch through its
+        first part of the model."""
         return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
 
     def _hold_fixed(self) -> None:
-        """Record the memory that is in use throughout a step. (The memory of activations is
-        recorded while the step runs.)"""
+        """Record the memory that is in use throughout a step."""
         plan, group, framework = self.plan, self.fabric.group, self.plan.framework
         held = device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)
         self.engine.hold(self.pool, framework.context_bytes + framework.fragmentation * held)
@@ -238,10 +235,7 @@ class SimulatedStage:
                 self._next_block()
 
     def _of(self, block: int, what: str) -> float:
-        """Return the seconds of a block's forward (if `what` is FORWARD) or backward. With
-        activation checkpointing, a backward includes a second forward, except in the output layer.
-        With context parallelism, a backward passes keys and values around the ranks again, together
-        with their gradients."""
+        """Return the seconds of a block's forward (if `what` is FORWARD) or backward."""
         forward, ring = self.times.forward[block], self.times.ring[block]
         tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
@@ -367,7 +361,7 @@ class SimulatedStage:
         self._pulled(give.pull.ticket)
 
     def _answered(self, ticket: int) -> None:
-        """Handle the server's answer to the pull with this ticket."""
+        """Handle the server's answer to a pull."""
         if self.link is not None:
             self.link.end.answered(ticket)
         elif self.relay is not None:
@@ -416,8 +410,8 @@ class SimulatedStage:
             self._updated_in(block, self.step)
 
     def _link_of(self, block: int) -> SimulatedFanInLink | None:
-        """Return the link over which a block's gradients go to switches. Return None for a block
-        with tables, because devices exchange the gradients of table rows directly."""
+        """Return the link over which a block's gradients go to switches. A block with tables has
+        none, because devices exchange the gradients of table rows directly."""
         return None if self.blocks[block].tables else self.link
 
     def _gradient_whole(self, link: SimulatedFanInLink, chunk: int, step: int) -> None:
@@ -432,17 +426,16 @@ class SimulatedStage:
         return ApplyUpdate(chunk, step, (), (1.0,), order)
 
     def _partners(self, run: RunBlocks) -> int:
-        """Return the number of replicas that push a gradient of a block in the same round as `run`.
-        Round k has the k-th gradient of each replica. The last gradients of all replicas form a
-        separate round, because replicas may have different numbers of micro-batches."""
+        """Return the number of replicas that push a gradient in the same round as `run`. The last
+        gradients of all replicas form a separate round, because replicas may have different numbers
+        of micro-batches."""
         if run.last:
             return self.width
         rounds = (len(replace(self.shape, replica=replica).own) for replica in range(self.width))
         return sum(run.micro // self.width < many - 1 for many in rounds)
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:
-        """Handle a gradient whose push has ended. With the summation service, the reducers of the
-        service decide when the sum is complete."""
+        """Handle a gradient whose push has ended."""
         if (sums := self.fabric.sums) is None:
             self._pushed(push, last, step)
             return
@@ -459,14 +452,14 @@ class SimulatedStage:
         self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
-        """Let the next pulls of the block request the version of the parameters that the update of
-        `step` produces."""
+        """Let the next pulls of the block request the parameters that the update of `step`
+        produces."""
         self.version[block] = step
         self.prefetch[block].updated([block])
 
     def _end_step(self, step: int) -> None:
-        """End a step if all blocks are computed, the pushes of all gradients have ended, and the
-        previous step has ended."""
+        """End a step once all its blocks are computed, all its pushes have ended, and the previous
+        step has ended."""
         if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
             return
         if self.plan.update_at == "step":
@@ -491,8 +484,8 @@ class SimulatedStage:
             self.link.all_asked(step)
 
     def _settled(self, step: int) -> None:
-        """Tell the server that a step has ended, if the server has received the requests for all
-        updates of the step."""
+        """Tell the server that a step has ended, once the server has received the requests for all
+        its updates."""
         if step in self.requested and (self.link is None or self.link.settled(step)):
             self.requested.remove(step)
             self.server.end_step(step)

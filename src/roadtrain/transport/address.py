@@ -44,8 +44,7 @@ def own_address(to: Address) -> str:
 
 
 def local_options(options: TcpOptions) -> Common:
-    """Return options for a link between processes of one host, with the limits and timeouts of
-    `options`."""
+    """Return options for a link between processes of one host."""
     return Common(
         frame_limit=options.frame_limit,
         checksums=options.checksums,
@@ -56,8 +55,8 @@ def local_options(options: TcpOptions) -> Common:
 
 def token_of(path: str | Path | None) -> bytes | None:
     """Read the job's token from a file; return None if `path` is None. Raises ConfigError if the
-    file is unreadable, if users other than the owner of the file have access, or if the token is
-    too short or too long."""
+    file is unreadable, if other users have access to it, or if the token is too short or too
+    long."""
     if path is None:
         return None
     try:
@@ -80,8 +79,8 @@ def token_of(path: str | Path | None) -> bytes | None:
 
 
 def write_token(path: Path, token: bytes | None = None) -> None:
-    """Write `token` to a new file that only its owner can read. If `token` is None, write a new
-    random token."""
+    """Write a token to a new file that only its owner can read. If `token` is None, the token is
+    random."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token or secrets.token_hex().encode())
@@ -93,10 +92,7 @@ def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
     if not (cert or key or ca):
         return None
     if key and not cert:
-        raise ConfigError(
-            f"TLS: the key {key} needs its certificate",
-            hint="pass both the certificate and the key",
-        )
+        raise ConfigError(f"TLS: the key {key} needs its certificate", hint="pass both")
     for path in filter(None, (cert, key, ca)):
         if not os.access(path, os.R_OK):
             raise ConfigError(

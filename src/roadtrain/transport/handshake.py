@@ -1,5 +1,5 @@
 """The handshake of a new connection. Both sides authenticate each other before a deadline, with
-messages of a few hundred bytes. Then the connection can become part of a link.
+messages of a few hundred bytes.
 
     client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
                       id, nonce, language, length and SHA-256 of hello
@@ -15,17 +15,17 @@ client's proof and hello. Both sides choose a new nonce for each handshake, and 
 own role, so a message can neither be replayed later nor sent back to its sender. Each message ends
 with its own checksum, so that a flipped bit is not reported as a wrong token.
 
-Note "language". The language is a digest of all message types that the two sides exchange (usually
-the message types of servers/frames.py), so versions of roadtrain that would misunderstand each
-other refuse to connect. The first ten bytes of a greeting (magic, version) are the same in every
-version of roadtrain, so that each side can report that the other side has another version.
+Note "language". The language is a digest of all message types that the two sides exchange, so
+versions of roadtrain that would misunderstand each other refuse to connect. The first ten bytes of
+a greeting (magic, version) are the same in every version of roadtrain, so that each side can report
+that the other side has another version.
 
 "hello" is a message of the client's owner, such as the number of a worker. The token is never sent,
 but both sides prove that they know the token. A side without a token only connects to another side
 without a token. All connections of a link have the same link id. The client sends hello on the
 first connection. The server sends a verdict on each connection once all connections of the link
-have arrived. The handshake does not protect the bytes after the handshake: to protect those bytes,
-use TLS or a private network. The handshake works with every kind of socket.
+have arrived. The handshake does not protect the bytes after it: for these, use TLS or a private
+network.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ NO_LANGUAGE = bytes(16)  # the language of links that do not carry roadtrain's o
 
 
 class Greeting(NamedTuple):
-    """The first message that each side sends in a handshake."""
+    """The first message of each side in a handshake."""
 
     magic: bytes
     version: int
@@ -116,8 +116,8 @@ class Greeting(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenHandshake:
-    """A handshake that is complete except for the verdict (accepted or refused). `greeting` is the
-    greeting of the other side."""
+    """A handshake that is complete except for the verdict. `greeting`: the greeting of the other
+    side."""
 
     greeting: Greeting
     token: bytes | None
@@ -136,12 +136,9 @@ def greeting(
     hello: bytes = b"",
 ) -> Greeting:
     """Return the greeting that this side sends on connection `number` of the link with the id
-    `link`. Raises WireError if `hello` is longer than MAX_HELLO bytes."""
+    `link`. Raises WireError if `hello` is longer than 64 KiB."""
     if len(hello) > MAX_HELLO:
-        raise WireError(
-            f"the client's hello message has {len(hello)} bytes, but at most {MAX_HELLO} are"
-            " allowed"
-        )
+        raise WireError(f"the hello message has {len(hello)} bytes; the limit is {MAX_HELLO}")
     return Greeting(
         MAGIC,
         VERSION,
@@ -166,9 +163,8 @@ def client_greet(
     deadline: float,
     binding: bytes = b"",
 ) -> OpenHandshake:
-    """Do the client's side of a handshake, without the verdict: exchange greetings, and send the
-    proof and `hello`. `binding`: the SHA-256 of the server's TLS certificate, or b"" without
-    TLS."""
+    """Do the client's side of a handshake, without the verdict. `binding`: the SHA-256 of the
+    server's TLS certificate, or b"" without TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     beginning = receive(sock, BEGINNING.size, deadline, "the server's greeting")
@@ -187,9 +183,7 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
     raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
     code, length, text_sum, theirs = VERDICT.unpack(opened(raw, what))
     if length > MAX_TEXT:
-        raise WireError(
-            f"the server's verdict has a text of {length} bytes, but at most {MAX_TEXT} are allowed"
-        )
+        raise WireError(f"the server's verdict has {length} bytes; the limit is {MAX_TEXT}")
     words = receive(sock, length, deadline, what)
     opened(words + SUM.pack(text_sum), what)
     decoded = words.decode(errors="replace")
@@ -202,9 +196,7 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
             "the server did not prove that it has the token", hint="give both sides the same token"
         )
     if code != ACCEPTED:
-        raise (BusyError if code == BUSY else WireError)(
-            f"the server refused the connection: {text}"
-        )
+        raise (BusyError if code == BUSY else WireError)(f"the server refused the link: {text}")
 
 
 def server_greet(
@@ -221,14 +213,10 @@ def server_greet(
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
         raise WireError(
-            f"connection {theirs.number} of {theirs.connections} of a link is invalid: connections"
-            f" count from 0, and at most {MAX_CONNECTIONS} connections are allowed"
+            f"connection {theirs.number} of {theirs.connections} (from 0, limit {MAX_CONNECTIONS})"
         )
     if theirs.hello_nbytes > MAX_HELLO:
-        raise WireError(
-            f"the client's hello message has {theirs.hello_nbytes} bytes, but at most {MAX_HELLO}"
-            " are allowed"
-        )
+        raise WireError(f"the hello has {theirs.hello_nbytes} bytes; the limit is {MAX_HELLO}")
     transcript = raw + mine + binding
     sealed_proof = receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token")
     proof = opened(sealed_proof, "the proof of the token")
@@ -250,9 +238,8 @@ def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Send the client a verdict that refuses the connection, with `error` as the reason. If `error`
-    is an AuthError or a BusyError, the client raises an error of the same class. Otherwise the
-    client raises a WireError."""
+    """Send the client a verdict that refuses the connection, with `error` as the reason. The client
+    raises an AuthError or BusyError if `error` is one, otherwise a WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
@@ -268,9 +255,9 @@ def _send_verdict(
 def _rest_of_greeting(
     sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
 ) -> bytes:
-    """Receive the bytes of the peer's greeting that follow `beginning`, and return the complete
-    greeting. First check the version in `beginning`, because greetings of other versions may have
-    other lengths. Raises WireError if the peer's version differs from the version of this side."""
+    """Receive the bytes of the peer's greeting after `beginning`, and return the complete greeting.
+    Raises WireError if the peer's version, which `beginning` contains, differs from that of this
+    side."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
         raise WireError(f"the peer is not a roadtrain process: its first bytes are {beginning!r}")
@@ -290,29 +277,19 @@ def _rest_of_greeting(
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
     if theirs.nonce == ours.nonce:
-        raise WireError(
-            "this side received its own greeting: the peer sends messages back unchanged"
-        )
+        raise WireError("this side received its own greeting: the peer echoes all messages")
     if theirs.language != ours.language:
         raise WireError(
             f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
-            f" ({ours.language.hex()[:8]}): the peer is another version of roadtrain, or a server"
-            " of another kind",
-            hint="install the same version of roadtrain on both sides, and check that the address"
-            " is that of the intended server",
+            f" ({ours.language.hex()[:8]}): another version of roadtrain or another kind of server",
+            hint="install the same version of roadtrain on both sides, and check the address",
         )
     if theirs.has_token != ours.has_token:
         have = ("no token", "one") if theirs.has_token else ("a token", "none")
-        raise AuthError(
-            f"this side has {have[0]}, but the peer has {have[1]}",
-            hint="give both sides the same token",
-        )
+        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use equal tokens")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
-        raise WireError(
-            f"this side has checksums {here}, but the peer has checksums {there}",
-            hint="set the option `checksums` to the same value on both sides",
-        )
+        raise WireError(f"checksums are {here}, but the peer's are {there}", hint="make them equal")
     return theirs
 
 
@@ -350,9 +327,7 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
                 f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes arrived)"
             ) from error
         if n == 0:
-            raise LostError(
-                f"the peer hung up before sending {what} ({have} of {nbytes} bytes arrived)"
-            )
+            raise LostError(f"the peer hung up before {what}: {have} of {nbytes} bytes arrived")
         have += n
     return bytes(raw)
 
@@ -365,15 +340,15 @@ def _timed(sock: socket.socket, deadline: float, what: str) -> None:
 
 
 def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> FrameStream:
-    """Return a new link that is not started yet. The frame limit of the link is the smallest of the
-    limits that the two sides have announced."""
+    """Return a new link that is not started yet. Its frame limit is the smallest that the two sides
+    have announced."""
     limit = min([ours.frame_limit, *(other.greeting.frame_limit for other in theirs)])
     return FrameStream(peer, limit, ours.summed, ours.close_s)
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:
-    """Convert any error to a PeerError with the name of the peer in the message. If `error` is
-    already a PeerError, the result has the same class as `error`."""
+    """Convert any error to a PeerError with the name of the peer in the message. A PeerError keeps
+    its class."""
     if isinstance(error, PeerError):
         return error if peer in str(error) else type(error)(f"{peer}: {error}")
     if isinstance(error, ssl.SSLError):

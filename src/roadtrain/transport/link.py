@@ -3,18 +3,18 @@ number), a short header and a payload.
 
 Each side of a link has a Receiver, which handles the frames that arrive. `send` only queues a
 frame. Frames arrive in the order of the calls of `send`, even if a link uses several connections.
-The exception is an `urgent` frame: it overtakes all queued frames that are not urgent. The payload
-goes from the sender's buffers directly to the buffer that the receiving side's `room` returns,
-without intermediate copies.
+Only an `urgent` frame overtakes the queued frames that are not urgent. The payload goes from the
+sender's buffers directly to the buffer that the receiving side's `room` returns, without
+intermediate copies.
 
     frame = HEAD (the fields of class Head), header (<= 64 KiB), payload (<= the frame limit); all
     lengths are checked before anything is allocated
 
-Note "checksums". Frames have checksums if bytes leave the process. Links with TLS are an exception,
-because TLS detects changed bytes itself. HEAD contains the xxh3 of the header and the xxh3 of the
-payload. The last field of HEAD is the xxh3 of HEAD itself. All data are checked before use: HEAD
-before its lengths are used, the header before `room` is called, and the payload before `arrived` is
-called. So a flipped bit ends the link with a WireError, and a damaged payload is never delivered.
+Note "checksums". Frames have checksums if bytes leave the process, except on links with TLS,
+because TLS detects changed bytes itself. HEAD contains the xxh3 of the header and of the payload,
+and ends with its own xxh3. HEAD is checked before its lengths are used, the header before `room` is
+called, and the payload before `arrived` is called. So a flipped bit ends the link with a WireError,
+and a damaged payload is never delivered.
 
 Integers on the wire are little-endian. Each user of links defines the kinds of its own frames. A
 lost link is not opened again: the loss is reported as an error that names the peer.
@@ -49,26 +49,26 @@ EMPTY = memoryview(bytearray())
 
 
 class Receiver(Protocol):
-    """The owner of one side of a link. The link's threads call the methods of the owner. If a
-    method raises an exception, the link ends."""
+    """The owner of one side of a link. The link's threads call these methods. If a method raises an
+    exception, the link ends."""
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         """Return a writable buffer of exactly `nbytes` bytes, into which the link receives a
         payload.
 
-        The link calls this method for each frame whose payload is not empty, in the order in which
-        the frames were sent, one call at a time. The method may block, which slows the sender down
+        The link calls this method for each frame whose payload is not empty, in the order of the
+        frames, one call at a time. The method may block, which slows the sender down
         (back-pressure). After the link has ended, the method must return or raise soon.
         """
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        """Handle a frame that has arrived. The link calls this method in the order in which the
-        frames were sent, one call at a time. The method may call `send` and `close` of the link,
-        but must not block for long."""
+        """Handle a frame that has arrived. The link calls this method in the order of the frames,
+        one call at a time. The method may call `send` and `close` of the link, but must not block
+        for long."""
 
     def lost(self, error: PeerError) -> None:
         """Handle the loss of the link. The link calls this method once, after it has delivered the
-        last frame. If this side has ended the link with `close`, the method is not called."""
+        last frame. It is not called if this side has closed the link."""
 
 
 class Link(Protocol):
@@ -111,8 +111,7 @@ class Link(Protocol):
 
         If no byte leaves for `close_s` seconds, the queued frames are dropped. Frames that arrive
         from now on are not delivered. When `close` returns, all threads and descriptors of the link
-        are closed. If a thread of the link calls `close`, the threads and descriptors are closed
-        soon after the call.
+        are closed, or soon after if a thread of the link calls `close`.
         """
 
 
@@ -134,7 +133,7 @@ def sealed(raw: bytes) -> bytes:
 
 
 def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
-    """Check the checksum that `sealed` has appended, and return the data without the checksum.
+    """Check the checksum that `sealed` has appended, and return the data without it.
 
     Raises WireError if the checksum is wrong. `what`: a name of the data for the error message.
     """
@@ -145,8 +144,8 @@ def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
 
 
 def digest(parts: Sequence[memoryview | bytes]) -> int:
-    """Return the checksum (xxh3_64) of the concatenated parts. Releases Python's global lock while
-    large parts are hashed."""
+    """Return the checksum (xxh3_64) of the concatenated parts. Large parts are hashed without
+    Python's global lock."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0])
     whole = xxhash.xxh3_64()
@@ -165,42 +164,30 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
     side does not accept its value.
 
     Args:
-        raw: The first HEAD_NBYTES bytes of the frame.
+        raw: The first bytes of the frame, as long as its fixed fields.
         limit: The maximum size of a payload in bytes.
         summed: Whether frames of this link have checksums.
     """
     magic, version, *rest = _HEAD.unpack(raw[: _HEAD.size])
     head = Head(*rest)
     if magic != MAGIC:
-        raise WireError(
-            f"the received bytes are not a frame: the data begins with {magic!r}, not {MAGIC!r}"
-        )
+        raise WireError(f"this is not a frame: it begins with {magic!r}, not {MAGIC!r}")
     if summed:
         opened(raw, "the head of a frame")
     if version != VERSION:
-        raise WireError(
-            f"the peer sent a frame of protocol version {version}, but this side has {VERSION}"
-        )
+        raise WireError(f"the frame has protocol version {version}, but this side has {VERSION}")
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
         raise WireError(
-            f"frame {head.sequence} has flags {head.flags:#x}, which are not valid on a link whose"
-            f" checksums are {'on' if summed else 'off'}"
+            f"a frame has flags {head.flags:#x}, but checksums are {'on' if summed else 'off'}"
         )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
         raise WireError(
-            f"the peer sent a goodbye of {head.header_nbytes + head.nbytes} bytes and kind"
-            f" {head.kind}, but a goodbye must have 0 bytes and kind 0"
+            f"a goodbye has {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not 0"
         )
     if head.header_nbytes > MAX_HEADER:
-        raise WireError(
-            f"the peer sent a frame whose header of {head.header_nbytes} bytes exceeds the limit of"
-            f" {MAX_HEADER} bytes"
-        )
+        raise WireError(f"a header of {head.header_nbytes} bytes exceeds the limit of {MAX_HEADER}")
     if head.nbytes > limit:
-        raise WireError(
-            f"the peer sent a frame whose payload of {head.nbytes} bytes exceeds the limit of"
-            f" {limit} bytes"
-        )
+        raise WireError(f"a payload of {head.nbytes} bytes exceeds the limit of {limit}")
     return head
 
 
@@ -211,8 +198,8 @@ def flat(view: memoryview) -> memoryview:
 
 
 def copy(into: memoryview, source: memoryview) -> None:
-    """Copy `source` into `into`. Both must have the same length. Releases Python's global lock
-    during a large copy."""
+    """Copy `source` into `into`, which has the same length. A large copy releases Python's global
+    lock."""
     if len(into) < COPY_ALONE:
         into[:] = source
     else:
@@ -221,14 +208,12 @@ def copy(into: memoryview, source: memoryview) -> None:
 
 def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) -> None:
     """Raise WireError if a frame cannot be sent: its header or its payload of `nbytes` bytes is too
-    large, or its kind is not a 16-bit number. `limit`: the most bytes that a payload may have."""
+    large, or its kind is not a 16-bit number. `limit`: the most bytes of a payload."""
     if len(header) > MAX_HEADER:
-        raise WireError(
-            f"{peer}: a header of {len(header)} bytes exceeds the limit of {MAX_HEADER} bytes"
-        )
+        raise WireError(f"{peer}: a header has {len(header)} bytes; the limit is {MAX_HEADER}")
     if nbytes > limit:
         raise WireError(
-            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit} bytes",
+            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit}",
             hint="split the payload, or raise frame_limit on both sides",
         )
     if not 0 <= kind < 1 << 16:

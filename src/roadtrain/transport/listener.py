@@ -1,19 +1,17 @@
 """Listener: accept connections, authenticate the clients, combine the connections of each link, and
 pass the link to the owner of the listener.
 
-The owner passes a function `accept(link, hello)`. The listener calls the function once all
-connections of a link have arrived and have proven the token. The function returns the Receiver of
-the link, or raises a RoadtrainError to refuse the link. The text of the error is sent to the
-client. The function may call `link.send`, but the frames leave only after the function has
-returned. The function may also replace the name `link.peer` by a better name. Closing the listener
-does not close its links.
+The owner passes a function `accept(link, hello)`. The listener calls it once all connections of a
+link have arrived and have proven the token. The function returns the Receiver of the link, or
+raises a RoadtrainError to refuse the link. The client gets the text of the error. The function may
+call `link.send`, but the frames leave only after the function has returned. It may also set a
+better name `link.peer`. Closing the listener does not close its links.
 
 An unauthenticated connection costs a thread, a descriptor and a few hundred bytes, at most until
-the deadline of its handshake. If there are more than 128 unauthenticated connections, the oldest
-connection from the address with the most unauthenticated connections is closed. So a host that
-opens many connections does not lock out other hosts. Each refused connection is reported in a line.
-After 10 lines in 60 s, only the number of further lines is reported. A Carrier hides the difference
-between TCP and shared memory.
+the deadline of its handshake. Beyond 128 unauthenticated connections, the oldest from the address
+with most connections is closed. So a host that opens many connections does not lock out other
+hosts. Each refused connection is reported in a line, but at most 10 in 60 s. A Carrier hides the
+difference between TCP and shared memory.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ class Carrier(Protocol):
     """The part of a listener that depends on the transport (TCP or shared memory)."""
 
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
-        """Prepare a new socket for the handshake, and return the socket to use: the same socket
-        after a check, or a TLS socket. Raises an error to refuse the connection."""
+        """Return the socket to use for the handshake: the same socket after a check, or a TLS
+        socket. Raises an error to refuse the connection."""
 
     def name(self, sock: socket.socket) -> str:
         """Return the name of the client for messages, such as its address."""
@@ -61,8 +59,7 @@ class Carrier(Protocol):
 
 class LineLimit:
     """A rate limit for the lines that a listener reports. Within 60 s, at most 10 lines are passed
-    to `report`, and further lines are dropped. After the 60 s, the number of dropped lines is
-    reported. Thread-safe."""
+    to `report`; then the number of dropped lines is reported. Thread-safe."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._lock = report, threading.Lock()
@@ -82,8 +79,8 @@ class LineLimit:
         self._report(line)
 
     def tick(self, *, now: bool = False) -> None:
-        """Report the number of dropped lines if 60 s have passed since the first line or if `now`
-        is True. Then begin to count again."""
+        """Report the number of dropped lines and count again, if 60 s have passed since the first
+        line or if `now` is True."""
         with self._lock:
             if not self._passed or (time.monotonic() < self._until and not now):
                 return
@@ -96,9 +93,9 @@ class LineLimit:
 
 
 class _PartialLink:
-    """A link that still waits for some of its connections. `there`: maps the number of each arrived
-    connection to the connection's socket and handshake. `done`: an event that is set when the link
-    is made or refused, or when the listener is closed."""
+    """A link that still waits for some of its connections. `there`: the socket and handshake of
+    each arrived connection, by its number. `done`: set when the link is made or refused, or when
+    the listener is closed."""
 
     def __init__(self) -> None:
         self.there: dict[int, tuple[socket.socket, handshake.OpenHandshake]] = {}
@@ -106,13 +103,12 @@ class _PartialLink:
 
 
 class Listener:
-    """A listener on the socket `sock`. `close` of the listener also closes the socket. `address`:
-    the address on which the socket listens, with the actual port (not 0).
+    """A listener on the socket `sock`, which it owns. `address`: the address on which the socket
+    listens, with the actual port (not 0).
 
-    Invariants, under `_lock`: a connection is in `_pending` from the time at which the connection
-    is accepted until the handshake's thread has added the connection to a link, or the connection
-    is closed. A link id is in `_joining` from the first connection of the link until all its
-    connections have arrived, or until the link is given up.
+    Invariants, under `_lock`: a connection is in `_pending` until it is part of a link or closed. A
+    link id is in `_joining` from the first connection of the link until all its connections have
+    arrived, or until the link is given up.
     """
 
     def __init__(
@@ -191,16 +187,15 @@ class Listener:
                     self._short_of(str(error))
 
     def _short_of(self, what: str) -> None:
-        """Report `what`, a text on a lack of descriptors, memory or threads. A second such report
-        is made 10 s after the first at the earliest."""
+        """Report a lack of descriptors, memory or threads, but at most every 10 s."""
         now = time.monotonic()
         if now - self._short_at >= SHORT_S:
             self._short_at = now
             self._say(f"listening on {self.address}: {what}; new connections wait or are refused")
 
     def _to_drop(self) -> threading.Thread:
-        """Return the thread of the unfinished handshake to cut off: the oldest handshake from the
-        host with the most unfinished handshakes."""
+        """Return the thread of the oldest unfinished handshake from the host with the most
+        unfinished handshakes."""
         ((most, _),) = Counter(origin for _, origin in self._pending.values()).most_common(1)
         return next(thread for thread, (_, origin) in self._pending.items() if origin == most)
 
@@ -232,18 +227,15 @@ class Listener:
     def _join(
         self, sock: socket.socket, caller: handshake.OpenHandshake, peer: str, deadline: float
     ) -> bool:
-        """Add a connection to its link, and return True.
+        """Add a connection to its link, and return True. Then the caller must not close the socket.
 
-        If the connection is the last connection of the link to arrive, this thread makes the link.
-        If it is the first, this thread waits for the other connections, and gives the link up at
-        the deadline. The caller must not close the socket after this method has returned.
+        The thread of the last connection to arrive makes the link. The thread of the first waits
+        for the other connections, and gives the link up at the deadline.
         """
         theirs = caller.greeting
         with self._lock:
             if self._closed:  # `close` has ended the waits, so a new wait would not be ended
-                raise LostError(
-                    "the listener was closed before all connections of the link had arrived"
-                )
+                raise LostError("the listener was closed before all connections arrived")
             first = theirs.link not in self._joining
             joining = self._joining.setdefault(theirs.link, _PartialLink())
             if theirs.number in joining.there:
@@ -268,10 +260,7 @@ class Listener:
         if gave_up:
             for sock, _ in joining.there.values():
                 sock.close()
-            raise LostError(
-                f"only {len(joining.there)} of the link's connections arrived before the deadline"
-                " of the handshake"
-            )
+            raise LostError(f"only {len(joining.there)} connections of the link arrived in time")
 
     def _make(self, joining: _PartialLink, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]

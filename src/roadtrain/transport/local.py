@@ -1,13 +1,12 @@
-"""A link between two parts of one process. The link delivers the same frames in the same order, and
-ends in the same way, as a link between hosts. Each payload is copied once, from the sender's
-buffers into the buffer that the receiver's `room` returns.
+"""A link inside one process. The link delivers the same frames in the same order, and ends in the
+same way, as a link between hosts. Each payload is copied once, from the sender's buffers into the
+buffer that the receiver's `room` returns.
 
     # `accept` is a function as for a Listener; connect() calls it
     link = connect(accept, receiver, hello=hello, name="server 0")
 
-The sending thread of one end waits until the receiving thread of the other end has copied the
-sender's buffers. There is no buffer between the two threads. Frames have no checksums unless
-`options` requests checksums, because no bytes leave the process.
+The sending thread waits until the receiving thread has copied its buffers. Frames have no checksums
+unless `options` requests them, because no bytes leave the process.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from roadtrain.transport.stream import FrameStream
 def connect(
     accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str
 ) -> Link:
-    """Make a link to the owner of `accept` and return this side of the link, as tcp.connect does.
-    If `accept` raises an error, this function raises the same error."""
+    """Make a link to the owner of `accept` and return this side of it, as tcp.connect does. An
+    error that `accept` raises is raised again."""
     out, back = _Pipe(), _Pipe()
     here, there = (
         FrameStream(peer, options.frame_limit, bool(options.checksums), options.close_s)
@@ -37,8 +36,7 @@ def connect(
 
 
 class _Pipe:
-    """One direction of a link. `_views`: the buffers of the sender from which the receiver still
-    has to copy bytes."""
+    """One direction of a link."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,5 +1,5 @@
 """Load the entry points with which installed Python distributions extend roadtrain. A user selects
-an entry point by its name. An entry point is loaded when it is used for the first time.
+an entry point by its name. It is loaded when it is used for the first time.
 
     [project.entry-points."roadtrain.links"]
     rdma = "roadtrain_rdma:RdmaOptions"
@@ -16,9 +16,8 @@ Optional parts of roadtrain itself are registered in the same way, in its pyproj
 A distribution declares a kind of link with a subclass of tcp.TcpOptions. Such a link uses TCP
 connections, and the same handshake as a TCP link. The method `channel` of the subclass makes the
 Channel that moves the bytes of an accepted connection. The method `check` raises an error if this
-host does not support the link. A Channel (transport/stream.py) has four methods, and must pass
-tests/contract/test_link.py. plugins/rdma is an example. Links inside a host (shm, local) are no
-entry points: roadtrain chooses such a link automatically.
+host does not support the link. A Channel must pass tests/contract/test_link.py. plugins/rdma is an
+example. Links inside a host (shm, local) are chosen automatically.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def link_options(name: str) -> type[tcp.TcpOptions]:
     options = load(GROUP, name)
     if not (isinstance(options, type) and issubclass(options, tcp.TcpOptions)):
         raise ConfigError(
-            f"{_declared(GROUP, _found(GROUP)[name])}, but is not a subclass of"
-            " roadtrain.transport.tcp.TcpOptions"
+            f"{_declared(GROUP, _found(GROUP)[name])}, but is not a subclass of tcp.TcpOptions"
         )
     return options
 
@@ -89,8 +87,7 @@ def _found(group: str) -> dict[str, EntryPoint]:
 
 
 def _kind(group: str) -> str:
-    """Return a noun for error messages on entry points of `group`: for example, "link" for the
-    group "roadtrain.links"."""
+    """Return a noun for error messages: for example, "link" for the group "roadtrain.links"."""
     return group.rpartition(".")[2].removesuffix("s").replace("_", " ")
 
 

@@ -5,18 +5,15 @@ in shared memory, and needs no system calls while both sides are busy.
     listener = listen("/run/job/server0", accept)
 
 The handshake uses a Unix socket. Each side checks the user id of the other process. Then the
-listening side sends the descriptors of the shared memory and of the eventfds. After the handshake,
-the socket is only used to detect that the other process has ended. Both rings are in one memfd that
-cannot be shrunk. If a side finds nothing to read in a ring, or no space to write, this side sets a
-flag of the ring and sleeps on an eventfd. The other side signals the eventfd only if the flag is
-set.
+listening side sends the descriptors of the shared memory and of the eventfds. Later, the socket
+only shows that the other process has ended. Both rings are in one memfd that cannot be shrunk. A
+side that finds nothing to read in a ring, or no space to write, sets a flag of the ring and sleeps
+on an eventfd. The other side signals the eventfd only if the flag is set.
 
 Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-64, other processors
-see stores in order, so a fence is needed only between a store and a later load. Taking a lock
-executes a locked instruction, which is such a fence. On other processors, the system call
-membarrier(2) is used as a full fence wherever an order is needed. The variant with membarrier(2)
-has only been tested on x86-64. Each side checks a counter that the other side writes before using
-the counter.
+see stores in order, so a fence is needed only between a store and a later load. Other processors
+use the system call membarrier(2) as a full fence wherever an order is needed; this variant has only
+been tested on x86-64. Counters that the other side writes are checked before use.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def connect(
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Link:
     """Connect to the listener at the Unix socket `path` on this host and return the started link.
-    The other arguments have the same meaning as those of tcp.connect."""
+    The other arguments are those of tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
@@ -95,9 +92,8 @@ def listen(
     *,
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
-    """Listen on a Unix socket at `path`. If `path` is the socket file of a process that no longer
-    listens, replace the file. Raises ConfigError if this process cannot listen at `path`, for
-    example because another process does."""
+    """Listen on a Unix socket at `path`. The socket file of a process that no longer listens is
+    replaced. Raises ConfigError if this process cannot listen at `path`."""
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -156,22 +152,18 @@ def _receive_channel(sock: socket.socket) -> Channel:
             raise LostError("the peer closed the connection before sending the shared memory")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(
-                f"the peer must send 8 bytes and {1 + _EVENTS} descriptors, but sent {len(raw)}"
-                f" bytes and {len(fds)} descriptors"
+                f"received {len(raw)} bytes and {len(fds)} descriptors, not 8 and {1 + _EVENTS}"
             )
         (size,) = struct.unpack("<Q", raw)
         try:
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise WireError(
-                f"the first descriptor that the peer sent is not a memfd: {error}"
-            ) from error
+            raise WireError(f"the peer's first descriptor is not a memfd: {error}") from error
         nbytes = os.fstat(fds[0]).st_size
         if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
             raise WireError(
-                f"the peer's shared memory must be sealed and have {_MEMORY_BYTES} bytes for rings"
-                " of"
-                f" {RING_BYTES}, but has {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
+                f"rings must be sealed and have {RING_BYTES} bytes each, but the peer's memory has"
+                f" {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
             )
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a descriptor that the peer sent is not an eventfd")
@@ -180,8 +172,8 @@ def _receive_channel(sock: socket.socket) -> Channel:
 
 @contextlib.contextmanager
 def _closing(fds: list[int]) -> Iterator[None]:
-    """Close the first descriptor of `fds`, which belongs to the shared memory, when the `with`
-    statement ends. If the body raises an error, close the other descriptors too."""
+    """Close the first descriptor, which belongs to the shared memory, when the `with` statement
+    ends. After an error, close the other descriptors too."""
     try:
         yield
     except BaseException:
@@ -198,12 +190,12 @@ class _Ring:
 
     The counter `words[_HEAD]` is the total number of bytes written; only the writer changes it. The
     counter `words[_TAIL]` is the total number of bytes read; only the reader changes it. Invariant:
-    `tail <= head <= tail + RING_BYTES`. A side checks this invariant each time that it reads the
-    counter of the other side. `_here`: this side's own copy of the counter that this side changes.
+    `tail <= head <= tail + RING_BYTES`, which a side checks whenever it reads the counter of the
+    other side. `_here`: this side's own copy of the counter that it changes.
 
     Args:
         words: The 8-byte integers of the ring's control block: two counters and two flags.
-        data: The memory of the ring, RING_BYTES bytes.
+        data: The memory of the ring.
         bell: The descriptor of the eventfd on which this side sleeps.
         answer: The descriptor of the eventfd on which the other side sleeps.
         sock: The link's socket, which hangs up when the other process ends.
@@ -241,8 +233,8 @@ class _Ring:
         return self._here - begin
 
     def read(self, view: memoryview) -> int:
-        """Read bytes from the ring into `view` and return the number of bytes read. Return 0 if the
-        other process has ended, and -1 if the caller must try again."""
+        """Read bytes from the ring into `view` and return their number. Return 0 if the other
+        process has ended, and -1 if the caller must try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
             ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
@@ -261,10 +253,7 @@ class _Ring:
     def _used(self, head: int, tail: int) -> int:
         used = head - tail
         if not 0 <= used <= RING_BYTES:
-            raise WireError(
-                f"the counters of a ring are damaged: they imply {used} used bytes of a ring of"
-                f" {RING_BYTES}"
-            )
+            raise WireError(f"damaged counters imply {used} used bytes of a ring of {RING_BYTES}")
         return used
 
     def _copy(self, view: memoryview, into: bool) -> None:
@@ -276,12 +265,9 @@ class _Ring:
         self._here += len(view)
 
     def _sleep(self, flag: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until this side's eventfd is signalled or the other process ends.
-
-        Return True if the other process has ended and `ready()` returns False; otherwise return
-        False. `flag`: the index in `words` of the flag that is 1 while this side sleeps. `ready`:
-        function that returns True if there are bytes to read, or space to write.
-        """
+        """Sleep until this side's eventfd is signalled or the other process ends. Return True if
+        the other process has ended and `ready()` returns False. `flag`: the index in `words` of the
+        flag that is 1 while this side sleeps."""
         self._words[flag] = 1
         _fence()  # either this side sees the new counter, or the other side sees the flag
         if ready():
@@ -303,8 +289,8 @@ class _Ring:
 
 class _ShmChannel:
     """A channel that uses two rings, one for each direction. `side`: 0 on the side that connected,
-    1 on the side that listened. The ring with index i carries the bytes that side i sends. `bells`:
-    the descriptors of the eventfds. `close` closes the socket and the eventfds."""
+    1 on the side that listened. Ring i carries the bytes that side i sends. The channel owns the
+    socket and the eventfds (`bells`)."""
 
     def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], side: int) -> None:
         self._sock, self._bells = sock, bells
@@ -352,8 +338,8 @@ def _left_over(path: str) -> bool:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return the process id, user id and group id of the process on the other side of the socket,
-    as known to the kernel."""
+    """Return the process id, user id and group id of the process on the other side, as known to the
+    kernel."""
     pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid, gid
 
@@ -368,8 +354,7 @@ _lock = threading.Lock()
 
 
 def _locked_instruction() -> None:
-    """Execute a full memory fence on x86-64. Taking a lock executes a locked instruction, which is
-    a full fence."""
+    """Execute a full memory fence on x86-64: taking a lock executes a locked instruction."""
     with _lock:
         pass
 
@@ -381,7 +366,7 @@ def _membarrier() -> None:
 
 
 def _nothing() -> None:
-    """Do nothing. This function takes the place of memory fences that x86-64 does not need."""
+    """Do nothing, in place of memory fences that x86-64 does not need."""
 
 
 def _start_fences() -> None:
@@ -389,8 +374,7 @@ def _start_fences() -> None:
         _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _REGISTER_EXPEDITED, 0, 0)
     ):
         raise ConfigError(
-            "shared memory links need x86-64 or membarrier(2), but this machine"
-            f" ({platform.machine()}) has neither",
+            f"shared memory links need x86-64 or membarrier(2), but this is {platform.machine()}",
             hint="use TCP over 127.0.0.1",
         )
 

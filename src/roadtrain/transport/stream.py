@@ -1,23 +1,20 @@
 """FrameStream: a Link that sends frames over one or more byte channels. All transports use this
-class.
+class. Other modules open the connections and authenticate the peer.
 
 Sending: frames wait in a queue, and urgent frames in a second queue. Each channel has a sending
-thread. As soon as the thread is free, it takes the next frames, so the fastest channel sends the
-most frames. Several small frames are sent in one call.
+thread that takes the next frames as soon as it is free, so the fastest channel sends the most
+frames.
 
-Receiving: each channel has a receiving thread. The thread reads the heads of frames through a small
-buffer, and reads payloads directly into the buffer that `room` returns. The order is restored by
-sequence numbers. `room` is called in the order of the frames, so that no later frame can take the
-memory that an earlier frame waits for. `arrived` is called in the same order. Payloads of several
-channels are received concurrently.
+Receiving: each channel has a receiving thread, which reads payloads directly into the buffer that
+`room` returns. The order is restored by sequence numbers. `room` is called in the order of the
+frames, so that no later frame can take the memory that an earlier frame waits for. `arrived` is
+called in the same order. Payloads of several channels are received concurrently.
 
-End: a side that closes the link sends a goodbye on every channel. The goodbye contains the number
-of frames that this side has sent. The other side delivers all these frames and then hangs up. Until
-the other side hangs up, or until no byte leaves for `close_s` seconds, the closing side reads and
-discards frames. If this side closed a socket with unread bytes, the connection would be reset
-before the other side has read everything.
-
-Other modules open the connections, authenticate the peer and provide the channels.
+End: a side that closes the link sends a goodbye on every channel, with the number of frames that it
+has sent. The other side delivers all these frames and then hangs up. Meanwhile the closing side
+reads and discards frames, because closing a socket with unread bytes resets the connection before
+the other side has read everything. The closing side gives up if no byte leaves for `close_s`
+seconds.
 """
 
 from __future__ import annotations
@@ -68,11 +65,11 @@ class Channel(Protocol):
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         """Block until at least one byte is received into `view`, and return the number of bytes
-        received. Return 0 if the other side has ended the stream. If `whole` is True, the channel
-        may wait until `view` is full, to save system calls."""
+        received; 0 if the other side has ended the stream. If `whole` is True, the channel may wait
+        until `view` is full, to save system calls."""
 
     def shutdown(self) -> None:
-        """End both directions now, and so wake the threads that wait in `send` and `recv_into`.
+        """End both directions now, which wakes threads that wait in `send` and `recv_into`.
         Idempotent."""
 
     def close(self) -> None: ...
@@ -88,8 +85,7 @@ class _Frame(NamedTuple):
 
 
 class _Reader:
-    """A reader of one channel, with a small buffer. `what`: a name of the awaited data for error
-    messages."""
+    """A buffered reader of one channel. `what`: a name of the awaited data for error messages."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._buffer = channel, memoryview(bytearray(READ_AHEAD))
@@ -97,8 +93,8 @@ class _Reader:
         self.what = ""
 
     def head(self) -> memoryview | None:
-        """Return the HEAD_NBYTES bytes at the beginning of the next frame, or None if the channel
-        has ended. The returned view is valid until the next call of a method of this reader."""
+        """Return the fixed fields at the beginning of the next frame, or None if the channel has
+        ended. The returned view is valid until the next call of a method of this reader."""
         self.what = "the next frame"
         while (have := self._to - self._at) < HEAD_NBYTES:
             if self._at:
@@ -108,8 +104,7 @@ class _Reader:
             if n == 0:
                 if have:
                     raise LostError(
-                        f"the connection ended in the middle of a head: {have} of {HEAD_NBYTES}"
-                        " bytes of the frame's head arrived"
+                        f"the connection ended within a head: {have} of {HEAD_NBYTES} bytes arrived"
                     )
                 return None
             self._to += n
@@ -124,8 +119,7 @@ class _Reader:
             n = self._channel.recv_into(view[have:], True)
             if n == 0:
                 raise LostError(
-                    f"the connection ended in the middle of {self.what}: {have} of {len(view)}"
-                    " bytes arrived"
+                    f"the connection ended within {self.what}: {have} of {len(view)} bytes arrived"
                 )
             have += n
 
@@ -148,9 +142,9 @@ class FrameStream:
     """A link that sends and receives frames over byte channels.
 
     Attributes (guarded by `_lock`, except `_moved`):
-        _accepted: The number of frames that have a buffer for their payload. This number is also
-            the sequence number of the frame that gets a buffer next, because sequence numbers begin
-            with 0.
+        _accepted: The number of frames that have a buffer for their payload. It is also the
+            sequence
+            number of the next such frame.
         _delivered: The number of frames that were passed to `arrived`. Invariant: `_delivered <=
             _accepted <= _delivered + 256`.
         _ready: The received frames that are not delivered yet, by sequence number.
@@ -237,14 +231,14 @@ class FrameStream:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """End the link because of `error`. As soon as no call of the receiver's `arrived` is
-        running, report `error` to the receiver."""
+        """End the link because of `error`, and report the error to the receiver when no `arrived`
+        is running."""
         self.stop(error)
         self._deliver()
 
     def stop(self, error: PeerError) -> None:
         """Stop sending because of `error`, wake all threads, and release the buffers of queued
-        frames. `fail` does the same, and also notifies the receiver."""
+        frames, without notifying the receiver."""
         with self._lock:
             self._error = self._error or error
             queued = [*self._urgent, *self._queue]
@@ -316,8 +310,8 @@ class FrameStream:
                 self.fail(self._lost(error, "sending the goodbye"))
 
     def _take(self) -> list[_Frame]:
-        """Wait until frames are queued, and return the frames that the calling thread sends next
-        with a single call of the channel's `send`. Return an empty list if the link ends."""
+        """Wait until frames are queued, and return those that the calling thread sends next in a
+        single call. Return an empty list if the link ends."""
         with self._lock:
             while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:
@@ -405,8 +399,8 @@ class FrameStream:
         self._deliver()
 
     def _wait_turn(self, sequence: int) -> bool:
-        """Wait until `room` may be called for the frame with this sequence number, then return
-        True. Return False if the link ends during the wait."""
+        """Wait until `room` may be called for the frame with this sequence number. Return False if
+        the link ends during the wait."""
         with self._lock:
             if sequence < self._accepted or sequence in self._waiting:
                 raise WireError(f"frame {sequence} was received twice")
@@ -415,9 +409,7 @@ class FrameStream:
                 if sequence == self._accepted and sequence - self._delivered < WINDOW:
                     return True
                 if len(self._waiting) == self._reading and self._accepted not in self._waiting:
-                    raise WireError(
-                        f"frame {sequence} has arrived, but frame {self._accepted} is missing"
-                    )
+                    raise WireError(f"frame {self._accepted} is missing before frame {sequence}")
                 self._turned.wait()
             self._waiting.remove(sequence)
             return False
@@ -425,24 +417,17 @@ class FrameStream:
     def _goodbye(self, head: Head) -> None:
         with self._lock:
             if self._end not in (None, head.sequence):
-                raise WireError(
-                    f"the peer sent two goodbyes that differ: a total of {self._end} frames, and a"
-                    f" total of {head.sequence} frames"
-                )
+                raise WireError(f"goodbyes differ: {self._end} and {head.sequence} frames")
             self._end = head.sequence
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(
-                    f"the peer's goodbye states that {self._end} frames were sent, but"
-                    f" {self._accepted} frames arrived"
-                )
+                raise WireError(f"the goodbye counts {self._end} frames, {self._accepted} arrived")
         self._deliver()
 
     def _deliver(self) -> None:
-        """Deliver received frames in order: call `arrived` for each frame until a frame is missing.
-        If the link is lost, then call `lost`. If another thread is already delivering frames,
-        return at once."""
+        """Call `arrived` for each received frame in order until a frame is missing, then `lost` if
+        the link is lost. Return at once if another thread is already delivering frames."""
         with self._lock:
             if self._delivering:
                 return

@@ -1,5 +1,5 @@
-"""TCP links. A link has one or several connections, optionally with TLS. Payloads are sent from the
-buffers of the link's owner, and are received into buffers of the owner.
+"""TCP links. A link has one or several connections, optionally with TLS. Payloads are sent from and
+received into buffers of the link's owner.
 
     link = connect(("10.0.0.3", 7000), receiver, TcpOptions(connections=4, token=token),
                    name="server 2")
@@ -100,9 +100,8 @@ class Tls:
         return context
 
     def binding(self) -> bytes:
-        """Return the SHA-256 of this server's certificate: the first certificate in the file
-        `cert`. Client and server include this value in their proofs (RFC 5929,
-        tls-server-end-point)."""
+        """Return the SHA-256 of this server's certificate, the first in the file `cert`. Client and
+        server include it in their proofs (RFC 5929, tls-server-end-point)."""
         text = Path(self.cert or "").read_text()
         end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
         own = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
@@ -142,7 +141,7 @@ class TcpOptions(handshake.Common):
 
     def check(self) -> None:
         """Raise ConfigError if this host does not support these options. `connect` and `listen`
-        call this method first. Plugins override this method."""
+        call this method first. Plugins override it."""
 
     def channel(self, sock: socket.socket) -> Channel:
         """Return a new channel that uses the socket of an accepted connection. Plugins override
@@ -295,8 +294,7 @@ class _TcpCarrier:
 
 
 def _binding(sock: socket.socket) -> bytes:
-    """Return the SHA-256 of the certificate that the server has sent on this socket, or b"" without
-    TLS. The client includes this value in its proof."""
+    """Return the SHA-256 of the certificate that the server has sent, or b"" without TLS."""
     if not isinstance(sock, ssl.SSLSocket):
         return b""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
@@ -312,12 +310,11 @@ def _connected(address: Address, options: TcpOptions) -> socket.socket:
 
 
 class _TcpChannel:
-    """A channel that uses a TCP socket. A blocked socket call returns after 1 s, so that the
-    channel can check that the other host still answers. Then the call is repeated.
+    """A channel that uses a TCP socket. A blocked call checks every second that the other host
+    still answers.
 
     On a slow link, the kernel's send queue is kept short, so that urgent frames do not wait behind
-    a long queue. On a fast link, the queue is not limited, because a short queue would cost CPU
-    time.
+    a long queue. On a fast link, a short queue would cost CPU time.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
@@ -336,8 +333,8 @@ class _TcpChannel:
                 self._check_answers()
 
     def _check_backlog(self) -> None:
-        """Measure how fast the kernel sends the bytes in its send queue. If the rate is below 16
-        MB/s, limit the length of the queue until the channel is closed."""
+        """Measure how fast the kernel sends. Below 16 MB/s, limit the send queue until the channel
+        is closed."""
         if self._slow:
             return
         now = time.monotonic()
@@ -367,8 +364,7 @@ class _TcpChannel:
 
     def _check_answers(self) -> None:
         """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`
-        seconds, and has not answered two retransmissions or window probes. (A single unanswered
-        retransmission may still be in flight.)"""
+        seconds, and has not answered two retransmissions or window probes."""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
         if unanswered >= 2 and silent_s >= self._silence_s:
@@ -376,8 +372,8 @@ class _TcpChannel:
 
 
 class _TlsChannel(_TcpChannel):
-    """A channel that uses a TLS socket. An OpenSSL connection is not thread-safe. Therefore each
-    call of OpenSSL holds a lock, and no call blocks while it holds the lock."""
+    """A channel that uses a TLS socket. An OpenSSL connection is not thread-safe, so each call of
+    OpenSSL holds a lock, and none blocks while it holds the lock."""
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         super().__init__(sock, silence_s)

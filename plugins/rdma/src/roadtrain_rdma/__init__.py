@@ -1,27 +1,24 @@
-"""RDMA links, a plugin of roadtrain named `rdma`. Connections and handshakes are the same as those
-of TCP links, but the bytes of frames are transferred by NIXL READs: the receiver reads the bytes
-from the sender's memory.
+"""RDMA links, a plugin of roadtrain named `rdma`. Connections and handshakes are those of TCP
+links, but the bytes of frames are transferred by NIXL READs: the receiver reads the bytes from the
+sender's memory.
 
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-The sender copies bytes of a frame, at most 1 MiB at once, into a ring buffer of registered memory.
-Over the socket, the sender sends the total number of bytes that it has written to the ring. The
-receiver READs the new bytes into registered memory of its own, one READ at a time. When a READ has
-completed, the receiver sends the total number of bytes that it has read, so that the sender can
-reuse the place of these bytes in the ring. Then the receiver copies the bytes to the buffers of its
-caller. The link ends when the socket is closed.
+The sender copies the bytes of a frame, at most 1 MiB at once, into a ring buffer of registered
+memory. Over the socket, the sender sends the total number of bytes that it has written to the ring.
+The receiver READs the new bytes into registered memory of its own, one READ at a time. When a READ
+has completed, the receiver sends the total number of bytes that it has read, so that the sender can
+reuse their place in the ring. Then the receiver copies the bytes to the buffers of its caller. The
+link ends when the socket is closed.
 
-READ is used because NIXL's UCX backend completes a READ only after its bytes have arrived and the
-endpoint is flushed. So the receiver knows without a message that the bytes are there. With WRITE,
-the receiver would depend on notifications, and a notification is sent only when the *sender* polls
-its WRITE. Notifications may arrive in any order, so the receiver would have to count the
-notifications.
+READ is used because NIXL's UCX backend completes a READ only after its bytes have arrived. With
+WRITE, the receiver would depend on notifications, which may arrive in any order, and only when the
+*sender* polls its WRITE.
 
 Needs the package nixl-cu12, which is imported on first use. Tested only with UCX's TCP mode (a
 network interface as `device`), never on RDMA hardware. UCX_* environment variables override
-`device`. Does not encrypt. As in shm links, bytes are copied once on each side, because they are
-not sent directly from the buffers in which the caller has them.
+`device`. Does not encrypt.
 """
 
 from __future__ import annotations
@@ -68,9 +65,9 @@ class RdmaOptions(tcp.TcpOptions):
     """Options of RDMA links. `silence_s` is also the time limit of a READ.
 
     Attributes:
-        device: An RDMA device and its port, such as "mlx5_0:1". If `device` is "", UCX chooses a
-            device. If `device` is the name of a network interface, such as "eth0", UCX's TCP mode
-            is used.
+        device: An RDMA device and its port, such as "mlx5_0:1", or a network interface such as
+            "eth0"
+            for UCX's TCP mode. If "", UCX chooses a device.
     """
 
     device: str = ""
@@ -136,11 +133,10 @@ class _RdmaChannel:
 
     Attributes:
         _written: The number of bytes written to this side's ring.
-        _read: The number of bytes read from the other side's ring. READs write to the buffer
-            `_piece`.
+        _read: The number of bytes read from the other side's ring into the buffer `_piece`.
         _fetched: The bytes in `_piece` that were not passed on to the receiver yet.
-        _theirs: The values of `_written` and `_read` on the other side, as last received. These
-            values are checked before use.
+        _theirs: The values of `_written` and `_read` on the other side, as last received. They are
+            checked before use.
     """
 
     def __init__(
@@ -169,8 +165,8 @@ class _RdmaChannel:
         self._receiver.start()
 
     def _meet(self, deadline: float) -> None:
-        """Exchange memory addresses and access keys with the other side. The other side gets read
-        and write access to this side's `_ring` and `_piece`, and to no other memory."""
+        """Exchange memory addresses and access keys with the other side, which gets access only to
+        this side's `_ring` and `_piece`."""
         memory = self._nixl.nixlRegDList(
             self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
         )
@@ -201,8 +197,8 @@ class _RdmaChannel:
         self._name = self._call("loadRemoteMD", metadata)
 
     def _call(self, name: str, *words: Any) -> Any:
-        """Call the method `name` of NIXL's agent. Every error is raised as a ConnectionError,
-        because the errors of NIXL have no common class."""
+        """Call a method of NIXL's agent. Every error is raised as a ConnectionError, because the
+        errors of NIXL have no common class."""
         try:
             return getattr(self._agent, name)(*words)
         except Exception as error:
@@ -230,7 +226,7 @@ class _RdmaChannel:
         return n
 
     def _fetch(self) -> bool:
-        """READ the next bytes of the other side's ring into `_piece`. Returns False if the link has
+        """READ the next bytes of the other side's ring into `_piece`. Return False if the link has
         ended."""
         at = self._read % RING
         n = min(self._wait(lambda: _used(self._theirs[0], self._read)), PIECE, RING - at)
@@ -259,16 +255,16 @@ class _RdmaChannel:
         return True
 
     def _send_counts(self) -> None:
-        """Send `_written` and `_read` to the other side. The call does not block for long, because
-        the other side has a thread that always receives."""
+        """Send `_written` and `_read` to the other side, which always receives, so the call does
+        not block for long."""
         with self._sending:
             message = memoryview(sealed(COUNTS.pack(self._written, self._read)))
             while message:
                 message = message[self._tcp.send([message]) :]
 
     def _wait(self, ready: Callable[[], int]) -> int:
-        """Wait until `ready` returns a number above 0, and return the number. Returns 0 if the link
-        has ended."""
+        """Wait until `ready` returns a number above 0, and return the number; 0 if the link has
+        ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or ready())
             if self._error is not None:

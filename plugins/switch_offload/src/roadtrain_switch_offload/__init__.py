@@ -3,8 +3,7 @@ process.
 
     roadtrain serve HOST:PORT --switch --xdp eth0     sums in the Linux kernel, where packets arrive
 
-`xdp.py` attaches the program xdp_switch.bpf.c to a network device. The option `--xdp` finds this
-implementation by the entry point `xdp` of the group roadtrain.switch_tables. switch.p4 is the same
-table for a programmable network switch, and `p4_entries.py` makes the entries that the control
-plane of this switch needs. Read xdp.py first.
+`xdp.py` attaches the program xdp_switch.bpf.c to a network device. switch.p4 is the same table for
+a programmable network switch, and `p4_entries.py` makes the entries that the control plane of this
+switch needs. Read xdp.py first.
 """

@@ -1,10 +1,9 @@
 """A BPF program, compiled by clang, and loaded and run by libbpf (through ctypes).
 
-The program is compiled on the host that loads it. The compilation takes a few tenths of a second
-when a switch starts. In return, no binary must be distributed, and no cache is needed that other
-users might modify. If clang, libbpf, its headers or a permission is missing, BpfError is raised
-with a message of one line. The program and its maps are held by descriptors of this process, so
-they are removed when the process ends.
+The program is compiled on the host that loads it, in a few tenths of a second. So no binary must be
+distributed, and no cache is needed that other users might modify. If clang, libbpf, its headers or
+a permission is missing, BpfError is raised. The program and its maps are held by descriptors of
+this process, so they are removed when the process ends.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ def compiled(source: Path, into: Path) -> None:
 
 
 def _insist(result: int, doing: str) -> int:
-    """Return `result`, the result of a libbpf call. Raises BpfError if `result` is an error.
-    `doing` names the failed action in the error's message."""
+    """Return the result of a libbpf call. Raises BpfError if the result is an error. `doing` names
+    the failed action in the message."""
     if result < 0:
         raise BpfError(f"the kernel refused to {doing}: {os.strerror(-result)}")
     return result
@@ -185,9 +184,8 @@ class BpfObject:
         return ctypes.c_void_p(found)
 
     def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
-        """Make a new array map with `entries` values of `value_nbytes` each. The values of the new
-        map have the same type as the values of the map `pattern`. Returns the map's descriptor,
-        which the caller closes."""
+        """Make a new array map with `entries` values of `value_nbytes` each, like the map
+        `pattern`. Returns the map's descriptor, which the caller closes."""
         like = self._map(pattern)
         options = _MapOptions(
             sz=ctypes.sizeof(_MapOptions),
@@ -209,7 +207,7 @@ class BpfObject:
         _insist(done, f"set an element of map {name}")
 
     def delete(self, name: str, key: int) -> None:
-        """Delete the element `key` of the map `name` if the element exists."""
+        """Delete the element `key` of the map `name` if it exists."""
         number = ctypes.c_uint32(key)
         self._lib.bpf_map_delete_elem(self.map(name), ctypes.byref(number))
 
@@ -243,9 +241,8 @@ class BpfObject:
             yield values[: count.value]
 
     def prepared(self, program: int, packet: np.ndarray) -> Callable[[], tuple[int, int]]:
-        """Return a function that runs the program on `packet` (uint8). The program modifies
-        `packet` in place. The function returns the program's return value and its duration in
-        ns."""
+        """Return a function that runs the program on `packet` (uint8) and modifies `packet` in
+        place. The function returns the program's return value and its duration in ns."""
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),
             data_in=packet.ctypes.data,
@@ -269,7 +266,7 @@ class BpfObject:
 
     def run_live(self, program: int, packet: np.ndarray, interface: int, repeat: int) -> None:
         """Run the program as if `repeat` copies of `packet` had arrived at the interface. The
-        kernel acts on the program's verdicts, so packets may be sent."""
+        program may send packets."""
         arrival = _Arrival(data_end=packet.size, ingress_ifindex=interface)
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),

@@ -1,8 +1,8 @@
-"""Lookup of the hardware address to which a network device sends packets for a host.
+"""Lookup of the hardware address to which a network device sends packets for a host. This module
+sends no packets.
 
 The address is read from the kernel's tables of routes and neighbors, in the network namespace of
-the calling thread. This module sends no packets: the kernel resolves the address when other packets
-are sent to the host.
+the calling thread. The kernel fills these tables when other packets are sent to the host.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def ipv4(host: str) -> str:
 
 
 def next_hop(host: str, device: str) -> str | None:
-    """Return the IP address of the next hop to which `device` sends packets for `host`. The next
-    hop is a gateway or the host itself. Returns None if packets for `host` leave through another
-    device, or if the route is unknown."""
+    """Return the IP address of the next hop of packets for `host`: a gateway or the host itself.
+    Returns None if packets for `host` leave through another device, or if the route is unknown."""
     words = ["ip", "-json", "route", "get", ipv4(host)]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         output = subprocess.run(words, capture_output=True, check=True, timeout=ROUTE_S).stdout
@@ -48,8 +47,8 @@ def next_hop(host: str, device: str) -> str | None:
 
 
 def neighbour(address: str, device: str) -> bytes | None:
-    """Return the hardware address of the neighbor with the IP address `address`. Returns None if
-    this host has not resolved the address yet."""
+    """Return the hardware address of the neighbor with this IP address, or None if this host has
+    not resolved it yet."""
     for line in Path("/proc/thread-self/net/arp").read_text().splitlines()[1:]:
         at, _, flags, hardware, _, through = line.split()
         if at == address and through == device and int(flags, 16) & _COMPLETE:

@@ -4,7 +4,7 @@ plane of the switch sets these entries.
 The JSON has the format that the controllers of the P4 tutorials read: `table_entries` (table,
 match, action_name, action_params) and `multicast_group_entries` (replicas with a port and an
 instance). In addition, `register_resets` lists the cells of registers that must be set to 0 before
-a job begins, because a former job may have left numbers in these cells.
+a job begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class P4Neighbour:
 @dataclass(frozen=True)
 class P4Job:
     """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or if
-    there are more than 64 children or no child."""
+    there are no children or more than 64."""
 
     job: int  # job number in packets
     host: str  # IPv4 address of the switch
@@ -97,8 +97,8 @@ def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
 
 
 def _instance(place: int, child: int) -> int:
-    """Return the multicast instance, a number that marks the packet copies for a child. The number
-    is never 0, because 0 marks a packet that is not a copy."""
+    """Return the multicast instance that marks the packet copies for a child. 0 marks a packet that
+    is not a copy, so the number is never 0."""
     return place * CHILDREN_EACH + child + 1
 
 

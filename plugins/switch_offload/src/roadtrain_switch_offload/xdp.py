@@ -5,19 +5,18 @@ tables of its jobs.
                                 returns the reason why this fails
       .table(...) -> XdpTable   a job's table, which replaces SwitchTable of switch/switch_table.py
 
-The kernel handles the packets listed at the head of the C file. The kernel also sends the sums,
-once this host has resolved the parent's hardware address. If one of these packets reaches user
-space nevertheless, `XdpTable.add` passes the packet to the program. So all packets of a job are
-added in one table. User space handles heartbeats and parameters. The program is detached by
-`close`, or when the process ends.
+The kernel handles the packets listed at the head of the C file. It also sends the sums, once this
+host has resolved the parent's hardware address. If one of these packets reaches user space
+nevertheless, `XdpTable.add` passes the packet to the program, so all packets of a job are added in
+one table. User space handles heartbeats and parameters.
 
 Note "modes". In native mode, the program runs in the device's driver, before the kernel makes a
-buffer for the packet. In generic mode, which every device supports, the program runs after the
-kernel has made the buffer. If segmentation offload has joined several packets, the program then
-sees one large packet, and user space splits this packet. In native mode, the driver of a veth pair
-silently drops packets that a program sends, if the other end of the pair does not run NAPI. (NAPI
-runs if the other end has a program of its own, or if GRO is on.) So on a device without hardware, a
-few frames are sent as a trial. If these frames do not leave the device, generic mode is used.
+buffer for the packet. In generic mode, which every device supports, the program runs afterwards. If
+segmentation offload has joined several packets, the program then sees one large packet, and user
+space splits it. In native mode, the driver of a veth pair silently drops packets that a program
+sends, if the other end of the pair does not run NAPI. (NAPI runs if the other end has a program of
+its own, or if GRO is on.) So on a device without hardware, a few frames are sent as a trial. If
+they do not leave the device, generic mode is used.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class XdpDevice:
 
     @classmethod
     def opened(cls, name: str, mode: Mode = "auto") -> XdpDevice | str:
-        """Attach the program to the device `name`. If attaching fails, returns the reason as a
-        string, and nothing stays attached."""
+        """Attach the program to the device `name`. If this fails, returns the reason as a string,
+        and nothing stays attached."""
         program = None
         try:
             interface = socket.if_nametoindex(name)
@@ -128,15 +127,15 @@ class XdpDevice:
             self._ports.remove(port)
 
     def close(self) -> None:
-        """Detach the program. All packets then go to user space. Call this method once, after all
-        tables were closed."""
+        """Detach the program, so that all packets go to user space. Call this method once, after
+        all tables were closed."""
         self._detach()
 
 
 def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tuple[int, Mode]:
-    """Attach the program in `mode`. "auto" stands for native mode if packets can be sent in native
-    mode, otherwise for generic mode. Returns the descriptor that keeps the program attached, and
-    the mode that was used."""
+    """Attach the program in `mode`; "auto" is native mode if packets can be sent in it, otherwise
+    generic mode. Returns the descriptor that keeps the program attached, and the mode that was
+    used."""
     attach = partial(program.attach, program.program("take_packet"), interface)
     if mode != "generic":
         try:
@@ -152,8 +151,7 @@ def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tupl
 
 
 def _sends(program: BpfObject, name: str, interface: int) -> bool:
-    """Return True if packets that the program sends in native mode really leave the device. Some
-    drivers drop such packets silently."""
+    """Return True if packets that the program sends in native mode really leave the device."""
     if is_hardware(name):  # a driver of hardware refuses the program if it cannot send its packets
         return True
     own = hardware_address(name)

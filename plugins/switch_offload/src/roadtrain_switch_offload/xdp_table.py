@@ -1,6 +1,5 @@
-"""The user-space side of a job's table in the kernel. The kernel's side is xdp_switch.bpf.c; the
-numpy dtypes of this module mirror its structs. xdp.py loads and attaches the program.
-"""
+"""The user-space side of a job's table in the kernel. xdp_switch.bpf.c is the kernel's side; the
+numpy dtypes of this module mirror its structs. xdp.py loads and attaches the program."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ ENTRY = np.dtype(
 
 @dataclass(frozen=True)
 class XdpJob:
-    """The parameters of a job for the kernel program. Raises ConfigError if there are more than 64
-    children, no child, or no slot."""
+    """The parameters of a job for the kernel program. Raises ConfigError if there are no children,
+    more than 64, or no slot."""
 
     job: int  # job number in packets
     port: int  # UDP port of this job's datagrams
@@ -100,8 +99,8 @@ class XdpJob:
 
 
 class XdpTable:
-    """The table of one job in the kernel. XdpTable has the interface of SwitchTable, but the kernel
-    sends the sums. The owner sets `now`, the time in ticks of any clock. Not thread-safe."""
+    """The table of one job in the kernel, with the interface of SwitchTable, but the kernel sends
+    the sums. The owner sets `now`, the time in ticks of any clock. Not thread-safe."""
 
     def __init__(
         self,
@@ -118,8 +117,8 @@ class XdpTable:
             device: Name of the network device.
             job: Parameters of the job.
             live: The values of this job that change, such as its counters: an array of one element,
-                of dtype LIVE. The array shares the memory of the element with index `job.live` in
-                the program's map `live`.
+                of
+                dtype LIVE, that shares the memory of the kernel.
             closed: Called once, when the table is closed.
         """
         self.job = job
@@ -137,7 +136,7 @@ class XdpTable:
         )  # done last, so that an earlier failure leaves nothing in the kernel
 
     def _begin(self) -> int:
-        """Make the kernel's table and register the job. Returns the descriptor of the table."""
+        """Make the kernel's table and register the job. Return the descriptor of the table."""
         table = self._program.array_like("table_pattern", ENTRY.itemsize, self.slots)
         try:
             self._program.update("tables", self.job.port, struct.pack("=I", table))
@@ -166,14 +165,13 @@ class XdpTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters of SwitchTable, and `handed_up`. The counters of SwitchTable include the
-        packets that the kernel received and the packets that were passed to `add`. `handed_up` is
-        the number of sums that the kernel did not send itself, but left to user space to send."""
+        """The counters of SwitchTable, which include the packets that the kernel received.
+        `handed_up`: the number of sums that the kernel left to user space to send."""
         return {name: int(self._live[name][0]) for name in (*COUNTERS, "handed_up")}
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Add packets to the table in the kernel, like SwitchTable.add. The packets are those that
-        the program had passed to user space. Raises LostError after `close`."""
+        """Add packets that the program had passed to user space to the table in the kernel, like
+        SwitchTable.add. Raises LostError after `close`."""
         count = check_bulk(run)
         if self._table is None:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")

@@ -2,12 +2,11 @@
 compared with the state machine in switch/protocol/switch.py. The test uses no network device and
 sends no packets.
 
-A fixed sequence of pseudo-random packets of three children goes through a table of four slots. The
-sequence contains packets of all widths and packets of exponents, packets that are sent again before
-and after their sum is complete, late packets, acknowledgements, and packets with a flipped bit.
-About half of the packets arrive as if from a device, the other half as if from user space. For each
-packet, the program's verdict must equal the verdict of the state machine. Every byte of a sum must
-equal the sum computed by numpy, with the tag computed by user space (switch/packets.py).
+A fixed sequence of pseudo-random packets of three children goes through a table of four slots, with
+repeated, late and damaged packets. About half of the packets arrive as if from a device, the other
+half as if from user space. For each packet, the program's verdict must equal the verdict of the
+state machine. Every byte of a sum must equal the sum computed by numpy, with the tag computed by
+user space (switch/packets.py).
 """
 
 from __future__ import annotations
@@ -88,9 +87,8 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """In some calls, at random, advance `base` beyond the complete sums, as if the receiver of
-        the sums had acknowledged the sums. About half of these acknowledgements are given to the
-        state machine and to the kernel's table. The other half are not, as if they were lost."""
+        """At random, advance `base` beyond the complete sums, as if the receiver had acknowledged
+        them. About half of these acknowledgements are lost."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
@@ -137,8 +135,8 @@ class _Trial:
         """Run the program on the packet `sent`, as if from a device or from user space. Return a
         description of the first difference from the expected results, or None.
 
-        `verdict` is the expected verdict. `left` is the expected content of the packet after the
-        run; None if the content is not compared.
+        `left` is the expected content of the packet after the run; None if the content is not
+        compared.
         """
         from_device = self.random.random() < 0.5
         resolved = self.random.random() < 0.5  # whether the parent's hardware address is known
@@ -171,7 +169,7 @@ def _frame(
     to: tuple[str, int],
     hops: tuple[bytes, bytes] = (bytes(6), bytes(6)),
 ) -> bytes:
-    """Return an Ethernet frame that contains `packet`. `hops` are the hardware addresses of the
+    """Return an Ethernet frame that contains `packet`. `hops`: the hardware addresses of the
     receiver and the sender."""
     udp = UDP_HEADER.pack(source[1], to[1], UDP_HEADER.size + len(packet), 0)
     hosts = [bytes(map(int, host.split("."))) for host in (source[0], to[0])]
