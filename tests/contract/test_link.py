@@ -658,7 +658,7 @@ def wait_report(reports: list[str], word: str) -> None:
 @pytest.mark.parametrize("token", [b"another token of a job", None])
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
-    words = "token does not match" if token else "this side has no token, the peer has one"
+    words = "token does not match" if token else "this side has no token, but the peer has one"
     with pytest.raises(AuthError, match=words):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=token))
     wait_report(reports, "token")
@@ -697,7 +697,10 @@ def test_no_link_of_too_many_connections_before_the_token_is_proven(server, numb
     handshake.receive(sock, handshake.GREETING.size + SUM.size, until, "")
     assert sock.recv(1) == b""
     sock.close()
-    wait_report(reports, f"connection {number} of {connections} (from 0, limit")
+    wait_report(
+        reports,
+        f"connection {number} (counted from 0) of a link with {connections} connections; the limit",
+    )
 
 
 def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
@@ -707,7 +710,7 @@ def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
     handshake.receive(sock, handshake.GREETING.size + SUM.size, time.monotonic() + WAIT_S, "")
     assert sock.recv(1) == b""
     sock.close()
-    wait_report(reports, "the hello has 65537 bytes; the limit is 65536")
+    wait_report(reports, "the client's hello message has 65537 bytes; the limit is 65536")
 
 
 def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
@@ -818,7 +821,7 @@ def test_another_version_is_named_on_both_sides(server):
 
 def test_checksums_must_be_the_same_on_both_sides(server):
     listener, reports = server
-    with pytest.raises(WireError, match="checksums are off, but the peer's are on"):
+    with pytest.raises(WireError, match="side's checksums are off, but the peer's are on"):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN, checksums=False))
     wait_report(reports, "checksums")
 
@@ -842,7 +845,7 @@ def raw_client(**options) -> tuple[socket.socket, Recorder, object]:
 
 
 SPOILED = {
-    "a cut head": (pack_head(Head(0, 1, 0, 0, 0, 0))[:20], LostError, "within a head: 20 of 52"),
+    "a cut head": (pack_head(Head(0, 1, 0, 0, 0, 0))[:20], LostError, "head of a frame: 20 of 52"),
     "a cut payload": (
         pack_head(Head(0, 1, 0, 1000, 0, 0)) + b"abc",
         LostError,
@@ -881,12 +884,12 @@ SPOILED = {
     "a goodbye too early": (
         pack_head(Head(2, 0, 0, 0, 7, 0)),
         WireError,
-        "counts 7 frames, 0 arrived",
+        "counts 7 frames, but 0 arrived",
     ),
     "a goodbye with a payload": (
         pack_head(Head(2, 0, 0, 9, 0, 0)),
         WireError,
-        "a goodbye has 9 bytes",
+        "but has 9 bytes and kind 0",
     ),
 }
 

@@ -166,6 +166,6 @@ def test_without_a_token(lab: Lab) -> None:
     told, _ = asking.communicate(timeout=60)
     assert (
         asking.returncode == 2
-        and "this side has no token, the peer has one" in told
+        and "this side has no token, but the peer has one" in told
         and not lab.out.exists()
     )

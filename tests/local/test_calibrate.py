@@ -147,7 +147,7 @@ def test_what_it_cannot_run(files, capsys):
     assert "--steps is 0" in capsys.readouterr().err
     Path(cluster).write_text('[[hosts]]\nname = "here"\nmemory = "16GB"\n')
     assert cli.main(["calibrate", cluster, job]) == 2
-    assert "0 such kind(s)" in capsys.readouterr().err
+    assert "0 entries with a device" in capsys.readouterr().err
 
 
 def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):

@@ -271,7 +271,7 @@ def test_wrong_words(
     write_token(tmp_path / "token")
     try:
         where = "{}:{}".format(*guarded.address)
-        assert "this side has no token, the peer has one" in told("--hosts", where)
+        assert "this side has no token, but the peer has one" in told("--hosts", where)
         assert "token" in told("--hosts", where, "--token-file", str(tmp_path / "token"))
     finally:
         guarded.close()

@@ -27,7 +27,7 @@ NAMES = {"name", "addresses"}  # fields of a host that do not affect its speed
 @dataclass(frozen=True)
 class Arrangement:
     """An order of the hosts that compute. `cluster`: the cluster with the hosts in this order.
-    `left_out`: the kinds of hosts with devices that are not used."""
+    `left_out`: hosts with devices that this arrangement does not use, with one entry per kind."""
 
     cluster: Cluster
     left_out: tuple[Host, ...] = ()

@@ -135,8 +135,8 @@ def command(
     check_file(Path(target))
     if steps < 1 or not cluster.workers:
         raise ConfigError(
-            "calibrate needs at least 1 step and 1 kind of hosts with a device, but --steps is"
-            f" {steps} and {cluster.name} has {len(cluster.workers)} such kind(s)",
+            "calibrate needs at least 1 step and an entry of `hosts` with a device, but --steps is"
+            f" {steps} and {cluster.name} has {len(cluster.workers)} entries with a device",
             hint="give --steps 1 or more; `roadtrain probe` writes a cluster file with devices",
         )
     job = load_job(job_file)

@@ -71,8 +71,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the entries of the job key `switches`. `workers` of an entry lists the numbers of
-    hosts, because the relay of a host sends for all workers of the host."""
+    """Return the entries of the job key `switches`. `workers` of an entry lists indices of hosts,
+    counted from 0, because the relay of a host sends for all workers of the host."""
     if not tree.parents:
         return [address(tree.root)]
     return [

@@ -186,7 +186,9 @@ class ServerSession(ParameterSession):
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
             raise WireError(
-                "an Open frame must come once, from worker 0, with this server's number"
+                f"worker {worker.rank} opened server {meta.index} of {fields.servers}, but the Open"
+                f" frame must come once, from worker 0, for server {self.number} of"
+                f" {len(meta.directories)}"
             )
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"

@@ -2,10 +2,10 @@
 (efficiency as a function of a block's size), or from a constant efficiency.
 
 A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds. The constant `half` is
-the number of FLOPs at which a block reaches half of the efficiency; a block of n experts on a
-device adds n times `half`. The forward takes at least as long as moving its data through the
-device's memory, and at least as long as launching its kernels. The file config/fitted.toml has
-fitted values and their sources.
+the number of FLOPs at which a block reaches half of the efficiency. If the device holds n experts
+of the block, n x half replaces `half` in this formula. The forward takes at least as long as moving
+its data through the device's memory, and at least as long as launching its kernels. The file
+config/fitted.toml has fitted values and their sources.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
             f"placement {place.name} sums on hosts without devices, but none has a network card",
-            hint="add a host that has a network card and no devices, or choose placement summation",
+            hint="add a host with a network card and no devices, or choose placement `summation`",
         )
     if place.sum == "switch":
         _check_switches(place, cluster, hosts)
@@ -54,7 +54,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             raise ConfigError(
                 f"placement {place.name} needs a relay on a network card of each host, but host"
                 f" {host.name} has no card with a processor",
-                hint="set `relay = true` for a card of the host, or choose placement zero-offload",
+                hint="set `relay = true` for a card of the host, or use placement `zero-offload`",
             )
         if rests and not host.ssds:
             raise ConfigError(
@@ -64,7 +64,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
                 f"placement {place.name} updates in SSDs, but SSDs of {host.name} cannot compute",
-                hint="set `updates` of these `ssds`, or choose placement files",
+                hint="set `updates` (bytes/s) of SSDs with processors, or choose placement `files`",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
@@ -82,7 +82,7 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
         other = "server" if place.served else "ddp"
         raise ConfigError(
             f"placement {place.name} cannot sum in switches: {str(error).splitlines()[0]}",
-            hint=f"{error.hint}; or choose placement {other}",
+            hint=f"{error.hint}; or choose placement `{other}`",
         ) from error
 
 

@@ -109,7 +109,7 @@ class Scene:
         if self.plan.keep is not None:
             raise ConfigError(
                 f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends parts",
-                hint="omit keep, or choose placement server",
+                hint="omit keep, or choose the placement `server`",
             )
 
     def check_networks(self) -> None:
@@ -128,7 +128,7 @@ class Scene:
         if len(self.used_hosts) == 1 and sums & {"spares", "separate", "switch"}:
             raise ConfigError(
                 f"placement {places[0].name} sums between hosts, but all devices are on one host",
-                hint="choose placement ddp, which sums inside a host",
+                hint="choose the placement `ddp`, which sums inside a host",
             )
 
     @property
@@ -292,7 +292,7 @@ class Scene:
         if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
             raise ConfigError(
                 f"tensor-parallel groups of {tp} devices do not fit on hosts with {fewest} devices",
-                hint="choose a tp that divides the number of devices per host, or a multiple of it",
+                hint=f"use a tp that divides {fewest} or, on equal hosts, a multiple of {fewest}",
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:

@@ -340,7 +340,7 @@ class SimulatedFanInLink:
         return step not in self.pending
 
     def check(self) -> None:
-        """Assert that each pending step has an update that has not reached the server, and that
-        each early message still has to wait."""
+        """Assert two invariants. For each step in `pending`, at least one update has not reached
+        the server. Each message in `early` is about a step later than `requested` + 1."""
         assert all(count > 0 for count in self.pending.values())
         assert all(step > self.requested + 1 for step, _ in self.early)

@@ -69,8 +69,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """Return the resources that reading a byte from the SSDs into host memory uses. If `beside`
-        is true, the processors in the SSDs read the byte instead."""
+        """Return the resources that are used when a byte is read from the SSDs. If `beside` is
+        false, the byte is read into host memory. If true, the processors in the SSDs read it."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 

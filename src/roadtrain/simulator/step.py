@@ -168,9 +168,9 @@ class SimulatedStage:
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
-        """Return the least number of parameters that each forward or backward through the stage
-        fetches, after the first forward of the step. `stay`: the number of blocks of each part of
-        the model that stay on the device."""
+        """Return the least number of parameters that the stage fetches in each forward and in each
+        backward of a micro-batch. The first forward of a step, which fetches all parameters, is
+        excluded. `stay`: the most blocks that stay on the device or in the relay between passes."""
         total = 0.0
         for span in self.spans:
             layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)

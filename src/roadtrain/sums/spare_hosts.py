@@ -51,7 +51,8 @@ class SpareHosts:
         rates = self.rates or [1.0] * len(self.spares)
         if len(rates) != len(self.spares):
             raise ConfigError(
-                f"{len(rates)} rates for {len(self.spares)} spare hosts", hint="give one to each"
+                f"{len(self.spares)} spare hosts are given, but {len(rates)} `spare_rates`",
+                hint="give one rate for each spare host",
             )
         return {spare: rate for spare, rate in zip(self.spares, rates) if address_of(spare)}
 

@@ -213,10 +213,13 @@ def server_greet(
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
         raise WireError(
-            f"connection {theirs.number} of {theirs.connections} (from 0, limit {MAX_CONNECTIONS})"
+            f"the client opens connection {theirs.number} (counted from 0) of a link with"
+            f" {theirs.connections} connections; the limit is {MAX_CONNECTIONS} connections"
         )
     if theirs.hello_nbytes > MAX_HELLO:
-        raise WireError(f"the hello has {theirs.hello_nbytes} bytes; the limit is {MAX_HELLO}")
+        raise WireError(
+            f"the client's hello message has {theirs.hello_nbytes} bytes; the limit is {MAX_HELLO}"
+        )
     transcript = raw + mine + binding
     sealed_proof = receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token")
     proof = opened(sealed_proof, "the proof of the token")
@@ -286,10 +289,16 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
         )
     if theirs.has_token != ours.has_token:
         have = ("no token", "one") if theirs.has_token else ("a token", "none")
-        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use equal tokens")
+        raise AuthError(
+            f"this side has {have[0]}, but the peer has {have[1]}",
+            hint="give both sides the same token",
+        )
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
-        raise WireError(f"checksums are {here}, but the peer's are {there}", hint="make them equal")
+        raise WireError(
+            f"this side's checksums are {here}, but the peer's are {there}",
+            hint="give both sides the same value of the option `checksums`",
+        )
     return theirs
 
 

@@ -178,11 +178,13 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
         raise WireError(f"the frame has protocol version {version}, but this side has {VERSION}")
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
         raise WireError(
-            f"a frame has flags {head.flags:#x}, but checksums are {'on' if summed else 'off'}"
+            f"a frame has flags {head.flags:#x}, which this side does not accept (its checksums are"
+            f" {'on' if summed else 'off'})"
         )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
         raise WireError(
-            f"a goodbye has {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not 0"
+            f"a goodbye must have 0 bytes and kind 0, but has {head.header_nbytes + head.nbytes}"
+            f" bytes and kind {head.kind}"
         )
     if head.header_nbytes > MAX_HEADER:
         raise WireError(f"a header of {head.header_nbytes} bytes exceeds the limit of {MAX_HEADER}")

@@ -152,7 +152,8 @@ def _receive_channel(sock: socket.socket) -> Channel:
             raise LostError("the peer closed the connection before sending the shared memory")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(
-                f"received {len(raw)} bytes and {len(fds)} descriptors, not 8 and {1 + _EVENTS}"
+                f"the peer must send 8 bytes and {1 + _EVENTS} descriptors for the shared memory,"
+                f" but sent {len(raw)} bytes and {len(fds)} descriptors"
             )
         (size,) = struct.unpack("<Q", raw)
         try:

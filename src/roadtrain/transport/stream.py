@@ -104,7 +104,8 @@ class _Reader:
             if n == 0:
                 if have:
                     raise LostError(
-                        f"the connection ended within a head: {have} of {HEAD_NBYTES} bytes arrived"
+                        f"the connection ended within the head of a frame: {have} of {HEAD_NBYTES}"
+                        " bytes arrived"
                     )
                 return None
             self._to += n
@@ -417,12 +418,17 @@ class FrameStream:
     def _goodbye(self, head: Head) -> None:
         with self._lock:
             if self._end not in (None, head.sequence):
-                raise WireError(f"goodbyes differ: {self._end} and {head.sequence} frames")
+                raise WireError(
+                    f"the peer's goodbyes differ: one counts {self._end} frames, another"
+                    f" {head.sequence}"
+                )
             self._end = head.sequence
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(f"the goodbye counts {self._end} frames, {self._accepted} arrived")
+                raise WireError(
+                    f"the peer's goodbye counts {self._end} frames, but {self._accepted} arrived"
+                )
         self._deliver()
 
     def _deliver(self) -> None:

@@ -112,7 +112,7 @@ def _agent(device: str) -> Any:
                 if device
                 else f"UCX finds no RDMA device on this host: {error}"
             ),
-            hint="list devices with ucx_info -d; on plain Ethernet tcp.TcpOptions is faster",
+            hint="list devices with `ucx_info -d`; use tcp.TcpOptions on Ethernet without RDMA",
         ) from error
     return agent
 

@@ -177,9 +177,9 @@ class XdpTable:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
         if child != self.job.child or out.size < count * PACKET_NBYTES or ok.size < count:
             raise WireError(
-                f"cannot add {count} packets: `out` needs {count * PACKET_NBYTES} bytes and has"
-                f" {out.size}, `ok` needs {count} elements and has {ok.size}, and `child` must be"
-                f" {self.job.child} and is {child}"
+                f"cannot add {count} packets. Required: at least {count * PACKET_NBYTES} bytes in"
+                f" `out`, at least {count} elements in `ok`, and {self.job.child} as `child`."
+                f" Given: {out.size} bytes, {ok.size} elements, and {child}"
             )
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):

@@ -5,8 +5,8 @@ sends no packets.
 A fixed sequence of pseudo-random packets of three children goes through a table of four slots, with
 repeated, late and damaged packets. About half of the packets arrive as if from a device, the other
 half as if from user space. For each packet, the program's verdict must equal the verdict of the
-state machine. Every byte of a sum must equal the sum computed by numpy, with the tag computed by
-user space (switch/packets.py).
+state machine. Every packet with a sum must equal the packet that user space makes: the payload is
+summed by numpy, and the tag is computed by switch/packets.py.
 """
 
 from __future__ import annotations
