@@ -12,7 +12,7 @@ import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "roadtrain"
 # Only ever lowered, but by a line in docs/decisions.
-PACKAGE, CORE = 49_094, 15_643
+PACKAGE, CORE = 49_009, 15_595
 CORE_ROOMS = (
     *("errors", "units", "chunks", "retry", "environment"),
     *("options", "kernels", "device", "transport", "streaming", "storage", "servers", "placement"),
