@@ -159,7 +159,7 @@ def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):
         in capsys.readouterr().err
     )
     assert cli.main(["plan", cluster, "--model", "OPT-125M", "--lab"]) == 2
-    assert "--verify --lab" in capsys.readouterr().err
+    assert "--lab needs --verify" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("late", "updating"), [(0, 0.02), (1, 0.02), (1, 0.08)])

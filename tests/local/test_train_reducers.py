@@ -136,7 +136,7 @@ def test_a_file_of_reducers_that_is_not_there_is_said_by_all(tmp_path, token):  
 
 @pytest.mark.parametrize("given", [{"pp": 2}, {"tp": 2}])
 def test_what_reducers_do_not_sum_is_refused(given):  # Rule 6
-    with pytest.raises(ConfigError, match="reducers cannot be combined"):
+    with pytest.raises(ConfigError, match="reducers need pp 1, tp 1"):
         ParallelOptions(Parallelism(dp=2, **given), 4, reducers=["h:1"])
 
 
