@@ -1615,7 +1615,7 @@ MEETINGS = {
         pack_head(Head(0, 1, 0, 0, 0)),
         "does not use RDMA: its first bytes are b'RTfr",
     ),
-    "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, at most {64 * KIB} are"),
+    "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, but at most {64 * KIB} are"),
     "metadata that is none": (meeting(100, bytes(100)), "NIXL loadRemoteMD"),
     "metadata with a flipped bit": (
         meeting(100, bytes(100))[:-1] + b"\1",

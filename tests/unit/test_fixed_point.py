@@ -266,7 +266,7 @@ def test_what_cannot_be_is_refused():  # Rule 4: both numbers, and the way out
         match=r"65 workers are too many for integers of 1 byte\(s\), .* at most 64 workers",
     ):
         fixed.quantize(values, "fp32", maxima, 65, 1, 0, buffer)
-    with pytest.raises(ConfigError, match="3 bytes"):
+    with pytest.raises(ConfigError, match="3-byte"):
         fixed.error_bound(100, 2, 3)
     with pytest.raises(ConfigError, match="0 workers"):
         fixed.error_bound(100, 0, 4)
