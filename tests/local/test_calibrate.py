@@ -265,4 +265,4 @@ def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
     assert (
         cli.main([word if word != "config.json" else "OPT-125M" for word in words] + ["files"]) == 2
     )
-    assert "cannot be run" in capsys.readouterr().err
+    assert "is a shape and cannot run" in capsys.readouterr().err
