@@ -89,7 +89,7 @@ def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecor
     are those of `resume_run`. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
-        raise ConfigError(f"run {home.name!r} cannot be resumed, because the run is running")
+        raise ConfigError(f"run {home.name!r} is running", hint=f"roadtrain status {home.name}")
     record = msgspec.structs.replace(
         record,
         start=record.start + 1,
