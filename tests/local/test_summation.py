@@ -248,7 +248,7 @@ def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
 
     found = made.run(work)
     assert all(isinstance(e, (LostError, BudgetError)) for e in found)
-    assert any("the budget is 1.0 MiB" in str(e) for e in found), found
+    assert any("the budget of this host is 1.0 MiB" in str(e) for e in found), found
 
 
 def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
