@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +19,24 @@ from roadtrain.options.names import unknown_name
 
 
 def names() -> list[str]:
-    """List the modules of this package that define a function `run`, without importing them."""
-    folder = Path(benchmarks.__file__).parent
-    found = (m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
-    return [name for name in found if "\ndef run(" in (folder / f"{name}.py").read_text()]
+    """List the names of all benchmarks."""
+    return sorted(modules())
+
+
+def modules() -> dict[str, str]:
+    """Map each benchmark to its module, without importing it: a file SUBJECT/NAME.py that defines a
+    function `run`.
+    """
+    files = Path(benchmarks.__file__).parent.glob("*/*.py")
+    return {
+        path.stem: f"benchmarks.{path.parent.name}.{path.stem}"
+        for path in files
+        if re.search(r"^def run\(.*\) -> Report:", path.read_text(), re.MULTILINE)
+    }
 
 
 def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> None:
-    """Run the benchmark benchmarks.NAME and print its table of results.
+    """Run the benchmark NAME and print its table of results.
 
     Args:
         json: file to which the results are also written, as JSON
@@ -36,10 +46,10 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
     Raises:
         ConfigError: the benchmark or an item does not exist
     """
-    existing = names()
+    existing = modules()
     if name not in existing:
-        raise unknown_name("benchmark", name, existing)
-    module = importlib.import_module(f"benchmarks.{name}")
+        raise unknown_name("benchmark", name, sorted(existing))
+    module = importlib.import_module(existing[name])
     items = list(getattr(module, "ITEMS", ()))
     if only and not items:
         raise ConfigError(

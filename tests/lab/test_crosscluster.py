@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crosscluster_lab import ENVIRONMENTS, FAST, HYBRID, SLOW, Environment
-from benchmarks.crosscluster_losses import WITHIN, worst_difference
-from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
-from benchmarks.crosscluster_runs import Bench, Setting
-from benchmarks.crosscluster_traffic import sent_by_nics, stage_parameters
-from benchmarks.crosscluster_worker import train
+from benchmarks.crosscluster.lab import ENVIRONMENTS, FAST, HYBRID, SLOW, Environment
+from benchmarks.crosscluster.losses import WITHIN, worst_difference
+from benchmarks.crosscluster.model import Batch, ModelSize, RunSpec
+from benchmarks.crosscluster.runs import Bench, Setting
+from benchmarks.crosscluster.traffic import sent_by_nics, stage_parameters
+from benchmarks.crosscluster.worker import train
 from roadtrain.lab import cpus_available, network_available
 
 SIZE = ModelSize(layers=4, hidden=128, inner=256)

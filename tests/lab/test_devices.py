@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import devices
+from benchmarks.storage import devices
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import PREFIX, lab_available
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fanin_lab import CARRIED, Lab, Measured, Scene
-from benchmarks.fanin_worker import WorkerSpec
-from benchmarks.model420 import adamw, batch
+from benchmarks.common.model420 import adamw, batch
+from benchmarks.fanin.lab import CARRIED, Lab, Measured, Scene
+from benchmarks.fanin.worker import WorkerSpec
 from roadtrain.lab import network_available
 
 WHY = network_available()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.devices import TokenLink
+from benchmarks.storage.devices import TokenLink
 from roadtrain.errors import ConfigError
 from roadtrain.lab import PREFIX, LoopDevice, Throttle, lab_available, sweep
 

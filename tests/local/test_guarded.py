@@ -16,7 +16,7 @@ import pytest
 from models import Case
 from processes import HostProcess, Workers, losses
 
-from benchmarks.pending_sums import PendingSums
+from benchmarks.sums.pending_sums import PendingSums
 from roadtrain import cli
 from roadtrain.config.job import make_job
 from roadtrain.errors import AuthError, ConfigError, RoadtrainError

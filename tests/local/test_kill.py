@@ -12,7 +12,7 @@ import torch
 from models import Case, one_step, place
 from processes import FORK
 
-from benchmarks.soak_power import Power, Strike
+from benchmarks.soak.power import Power, Strike
 
 STEPS = 150
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.local_slurm import MISSING, LocalSlurm, free_ports, wait_for
+from benchmarks.launch.local_slurm import MISSING, LocalSlurm, free_ports, wait_for
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.plan_file import Plan, PlanFile, placement

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import roadtrain
-from benchmarks.pending_sums import PendingSums
+from benchmarks.sums.pending_sums import PendingSums
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
 from roadtrain.servers import frames as m

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_simulated import WHOLE, lump, traffic
 
-from benchmarks.fanin_predicted import ModelSizes, predict
-from benchmarks.fanin_processors import PacketSeconds
+from benchmarks.fanin.predicted import ModelSizes, predict
+from benchmarks.fanin.processors import PacketSeconds
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.plan_file import Plan, SwitchPackets, placement
 from roadtrain.config.switch_tree import switch_tree

@@ -1,0 +1,195 @@
+"""Train real steps of a model of more than 1.5 billion parameters. All processes together use at
+most 3 GB of memory.
+
+The model is a Llama of transformers with 30 layers of width 2048. The bf16 parameters, fp32 masters
+and AdamW state take 28 bytes a parameter on disk, in two copies. The store's directory is created
+in the current directory and removed afterwards.
+
+    python -m benchmarks.placement.big --child DIR --layers 30 --width 2048 --steps 3 --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import roadtrain
+from benchmarks.common import model420
+from benchmarks.common.children import need_disk, peak_bytes, run_child
+from benchmarks.common.report import Report, Row
+from roadtrain.units import parse_bytes
+
+LAYERS, WIDTH, INNER = 30, 2048, 5632  # 1.543 billion parameters
+ROWS, SEQ, BUDGET = 1, 64, "1.2GiB"
+GOAL_PARAMETERS, GOAL_BYTES = 1.5e9, 3 * 10**9
+BYTES = 14  # a parameter, in each of two slots
+
+
+def run(quick: bool = False) -> Report:
+    layers, width, inner, budget, steps = (
+        (6, 1024, 2816, "400MiB", 2) if quick else (LAYERS, WIDTH, INNER, BUDGET, 3)
+    )
+    parameters = layers * width * (4 * width + 3 * inner)
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
+        need_disk(Path(name), 2 * BYTES * parameters + 2 * 10**9)
+        got = run_child(
+            "benchmarks.placement.big",
+            "--child",
+            name,
+            "--layers",
+            layers,
+            "--width",
+            width,
+            "--inner",
+            inner,
+            "--budget",
+            budget,
+            "--steps",
+            steps,
+        )
+    case, resident = (
+        f"Llama {layers} x {width}, {got['compute']} compute, budget {budget}",
+        got["peak_bytes"],
+    )
+    total, plain = resident + peak_bytes(), got["memory"]["plain"]
+    rows = [
+        Row(
+            case,
+            "parameters",
+            "millions",
+            got["parameters"] / 1e6,
+            None,
+            None,
+            None,
+            None,
+            ">= 1500",
+            None if quick else got["parameters"] >= GOAL_PARAMETERS,
+        ),
+        Row(
+            case,
+            "peak resident, the process that trains",
+            "MB",
+            resident / 1e6,
+            plain / 1e6,
+            "parameters, gradients, state of plain training",
+            plain / resident,
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "peak resident, all processes (sum of peaks)",
+            "MB",
+            total / 1e6,
+            GOAL_BYTES / 1e6,
+            "limit",
+            GOAL_BYTES / total,
+            None,
+            "ours <= 3000",
+            total <= GOAL_BYTES,
+        ),
+        Row(
+            case,
+            "held by roadtrain's buffers",
+            "MB",
+            got["memory"]["resident"] / 1e6,
+            parse_bytes(budget) / 1e6,
+            "budget",
+            parse_bytes(budget) / got["memory"]["resident"],
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "make the first values, write them",
+            "s",
+            got["place_s"],
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
+    ]
+    for number, (loss, step) in enumerate(zip(got["losses"], got["steps"]), 1):
+        for metric, unit, value in (
+            ("loss", "nats", loss),
+            ("time", "s", step["step_s"]),
+            ("read", "GB", step["read_bytes"] / 1e9),
+            ("written", "GB", step["written_bytes"] / 1e9),
+        ):
+            rows.append(
+                Row(
+                    f"step {number}, {ROWS} x {SEQ} bytes of text",
+                    metric,
+                    unit,
+                    value,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                )
+            )
+    return Report("big", rows)
+
+
+def child(args: argparse.Namespace) -> dict[str, Any]:
+    compute = model420.compute_default()
+    began = time.perf_counter()
+    with torch.device("meta"):
+        model = model420.build(compute, layers=args.layers, width=args.width, inner=args.inner)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = roadtrain.place(
+        model,
+        model420.adamw(model.parameters()),
+        store=Path(args.child) / "store",
+        dtype=torch.bfloat16,
+        host_budget=args.budget,
+        backwards_per_step=1,
+        device="cpu",
+    )
+    place_s = time.perf_counter() - began
+    losses, steps = model420.training(model, optimizer, range(args.steps), ROWS, SEQ)
+    (read, written), began = model420.disk_bytes(), time.perf_counter()
+    memory = optimizer.memory()
+    optimizer.close()  # pending writes belong to the last step
+    read_after, written_after = model420.disk_bytes()
+    steps[-1]["step_s"] += time.perf_counter() - began
+    steps[-1]["read_bytes"] += read_after - read
+    steps[-1]["written_bytes"] += written_after - written
+    return {
+        "parameters": parameters,
+        "losses": losses,
+        "steps": steps,
+        "memory": memory,
+        "place_s": place_s,
+        "compute": compute,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--child", required=True, help="directory for the state")
+    parser.add_argument("--json", required=True, help="file for the result")
+    parser.add_argument("--budget", default=BUDGET)
+    for name, default in (("layers", LAYERS), ("width", WIDTH), ("inner", INNER), ("steps", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args(argv)
+    Path(args.json).write_text(json.dumps(child(args)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
