@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all check types bench docs
+.PHONY: train train-plain test test-quick test-rest test-all check types bench bench-all bench-page docs
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -44,11 +44,20 @@ types: $(READY)
 
 # The site, in build/site: strictly, so a link that leads nowhere is an error; nothing is fetched.
 docs: $(READY)
+	$(BIN)/python -m benchmarks.page --check
 	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+# Every benchmark, for hours, on a machine that does nothing else; the same command continues it: make bench-all ARGS="--date DATE"
+bench-all: $(READY)
+	$(BIN)/python -m benchmarks.everything $(ARGS)
+
+# docs/benchmarks.md, from benchmarks/page.md and the newest results.
+bench-page: $(READY)
+	$(BIN)/python -m benchmarks.page
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
 $(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml

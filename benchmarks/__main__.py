@@ -35,6 +35,11 @@ def modules() -> dict[str, str]:
     }
 
 
+def items_of(name: str) -> list[str]:
+    """List the items of a benchmark: parts that can run alone. Most benchmarks have none."""
+    return list(getattr(importlib.import_module(modules()[name]), "ITEMS", ()))
+
+
 def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> None:
     """Run the benchmark NAME and print its table of results.
 
@@ -50,7 +55,7 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
     if name not in existing:
         raise unknown_name("benchmark", name, sorted(existing))
     module = importlib.import_module(existing[name])
-    items = list(getattr(module, "ITEMS", ()))
+    items = items_of(name)
     if only and not items:
         raise ConfigError(
             f"benchmark {name} has no items", hint="run the whole benchmark, without --only"
@@ -85,8 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", metavar="ITEM,..", default="", help="run only these items of the benchmark"
     )
+    parser.add_argument("--list", action="store_true", help="print the benchmark's items, and end")
     args = parser.parse_args(argv)
     try:
+        if args.list:
+            if args.name not in names():
+                raise unknown_name("benchmark", args.name, names())
+            print(*items_of(args.name) or ["no items"], sep="\n")
+            return 0
         run(args.name, args.json, args.quick, [item for item in args.only.split(",") if item])
     except RoadtrainError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
