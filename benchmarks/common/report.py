@@ -27,12 +27,12 @@ class Row:
     metric: str
     unit: str
     ours: float | None
-    peer: float | None
-    peer_name: str | None
-    ratio: float | None
-    of_floor: float | None
-    goal: str | None
-    met: bool | None
+    peer: float | None = None
+    peer_name: str | None = None
+    ratio: float | None = None
+    of_floor: float | None = None
+    goal: str | None = None
+    met: bool | None = None
 
 
 def cores() -> int:

@@ -156,12 +156,11 @@ def _faster(got: Run, peer: Run, name: str, goal: float | None) -> Row:
         "samples",
         "1/s",
         got.samples_per_s,
-        peer.samples_per_s,
-        name,
-        ratio,
-        None,
-        f"ratio >= {goal}" if goal else None,
-        ratio >= goal if goal else None,
+        peer=peer.samples_per_s,
+        peer_name=name,
+        ratio=ratio,
+        goal=f"ratio >= {goal}" if goal else None,
+        met=ratio >= goal if goal else None,
     )
 
 
@@ -172,16 +171,15 @@ def _within(case: str, metric: str, got: float, planned: float, share: float = 0
         metric,
         "MB",
         got / 1e6,
-        planned / 1e6,
-        "the plan",
-        ratio,
-        None,
-        f"within {share:.0%}",
-        abs(ratio - 1) <= share,
+        peer=planned / 1e6,
+        peer_name="the plan",
+        ratio=ratio,
+        goal=f"within {share:.0%}",
+        met=abs(ratio - 1) <= share,
     )
 
 
 def _row(
     case: str, metric: str, unit: str, ours: float, goal: str | None = None, met: bool | None = None
 ) -> Row:
-    return Row(case, metric, unit, ours, None, None, None, None, goal, met)
+    return Row(case, metric, unit, ours, goal=goal, met=met)

@@ -127,7 +127,7 @@ def composition(single: Sequence[float]) -> list[Row]:
 
 def _row(case: str, metric: str, unit: str, ours: float, goal: float, *, most: bool = False) -> Row:
     sign, met = ("<=", ours <= goal) if most else ("=", ours == goal)
-    return Row(case, metric, unit, ours, None, None, None, None, f"{sign} {goal:g}", met)
+    return Row(case, metric, unit, ours, goal=f"{sign} {goal:g}", met=met)
 
 
 @contextmanager

@@ -57,9 +57,15 @@ def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
 def _beside(case: str, ratios: Sequence[float], name: str) -> list[Row]:
     worse = sum(ratio * AS_GOOD < 1 for ratio in ratios)
     return [
-        Row(case, f"worse than {name}", "", worse, None, None, None, None, "= 0", worse == 0),
+        Row(case, f"worse than {name}", "", worse, goal="= 0", met=worse == 0),
         Row(
-            case, "a step, median", "", 1.0, median(ratios), name, median(ratios), None, None, None
+            case,
+            "a step, median",
+            "",
+            1.0,
+            peer=median(ratios),
+            peer_name=name,
+            ratio=median(ratios),
         ),
-        Row(case, "a step, at most", "", 1.0, max(ratios), name, max(ratios), None, None, None),
+        Row(case, "a step, at most", "", 1.0, peer=max(ratios), peer_name=name, ratio=max(ratios)),
     ]

@@ -108,4 +108,4 @@ def row(
     """Build a row. `beside`: (name, value) that `ours` is divided by for the row's ratio."""
     name, peer = beside or (None, None)
     ratio = ours / peer if peer and ours is not None else None
-    return Row(case, metric, unit, ours, peer, name, ratio, None, goal, met)
+    return Row(case, metric, unit, ours, peer=peer, peer_name=name, ratio=ratio, goal=goal, met=met)

@@ -45,7 +45,7 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
             except RoadtrainError as error:
                 print(f"launch: {name} ended: {error}", flush=True)
                 message = str(error).partition("\n")[0]
-                rows.append(Row(name, message, "", None, None, None, None, None, "it runs", False))
+                rows.append(Row(name, message, "", None, goal="it runs", met=False))
             finally:
                 bench.forget_stores()
     return Report("launch", rows)

@@ -75,18 +75,7 @@ def run(quick: bool = False) -> Report:
             rows += compare("emulated 500/500 MB/s", there, goal=1.9, floor_s=FLOOR_BYTES / RATE)
     if why is not None:
         rows.append(
-            Row(
-                f"emulated 500/500 MB/s: {why}",
-                "step time",
-                "s",
-                None,
-                None,
-                None,
-                None,
-                None,
-                "ratio >= 1.9",
-                None,
-            )
+            Row(f"emulated 500/500 MB/s: {why}", "step time", "s", None, goal="ratio >= 1.9")
         )
     ours, peer = (max(distance(result, plain) for result in here[who]) for who in ("ours", "peer"))
     rows.append(
@@ -95,12 +84,10 @@ def run(quick: bool = False) -> Report:
             "largest difference from plain training",
             "nats",
             ours,
-            peer,
-            here["peer"][0].system,
-            None,
-            None,
-            f"ours <= {SAME_LOSS:g}",
-            ours <= SAME_LOSS,
+            peer=peer,
+            peer_name=here["peer"][0].system,
+            goal=f"ours <= {SAME_LOSS:g}",
+            met=ours <= SAME_LOSS,
         )
     )
     return Report("deepspeed", rows)
@@ -153,12 +140,11 @@ def compare(
             "peak memory",
             "MB",
             peak[0] / 1e6,
-            peak[1] / 1e6,
-            name,
-            peak[1] / peak[0],
-            None,
-            "ratio >= 3",
-            peak[1] / peak[0] >= 3,
+            peer=peak[1] / 1e6,
+            peer_name=name,
+            ratio=peak[1] / peak[0],
+            goal="ratio >= 3",
+            met=peak[1] / peak[0] >= 3,
         ),
     ]
     for way in ("read", "written"):
@@ -169,12 +155,9 @@ def compare(
                 f"{way} a step",
                 "MB",
                 moved[0] / 1e6,
-                moved[1] / 1e6,
-                name,
-                moved[1] / moved[0],
-                None,
-                None,
-                None,
+                peer=moved[1] / 1e6,
+                peer_name=name,
+                ratio=moved[1] / moved[0],
             )
         )
     return rows

@@ -123,36 +123,24 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
                 f"{metric}, staleness 1",
                 "nats",
                 value(late),
-                value(sync),
-                "staleness 0",
-                None,
-                None,
-                None,
-                None,
+                peer=value(sync),
+                peer_name="staleness 0",
             ),
             Row(
                 case,
                 f"{metric}, staleness 0",
                 "nats",
                 value(sync),
-                value(plain),
-                "plain torch",
-                None,
-                None,
-                None,
-                None,
+                peer=value(plain),
+                peer_name="plain torch",
             ),
             Row(
                 case,
                 f"{metric}: staleness 1 against 0",
                 "%",
                 100 * difference,
-                None,
-                None,
-                None,
-                None,
-                f"within {100 * LOSS_GOAL:g}",
-                abs(difference) <= LOSS_GOAL,
+                goal=f"within {100 * LOSS_GOAL:g}",
+                met=abs(difference) <= LOSS_GOAL,
             ),
         ]
     rows += [
@@ -161,12 +149,9 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
             f"step, state in RAM, staleness {late}",
             "s",
             fmean(result["seconds"]),
-            fmean(plain["seconds"]),
-            "plain torch",
-            fmean(plain["seconds"]) / fmean(result["seconds"]),
-            None,
-            None,
-            None,
+            peer=fmean(plain["seconds"]),
+            peer_name="plain torch",
+            ratio=fmean(plain["seconds"]) / fmean(result["seconds"]),
         )
         for late, result in enumerate((sync, late))
     ]
@@ -271,48 +256,26 @@ def hides(quick: bool) -> list[Row]:
             "step, staleness 0",
             "s",
             sync["step_s"],
-            none["step_s"],
-            "without update",
-            None,
-            None,
-            None,
-            None,
+            peer=none["step_s"],
+            peer_name="without update",
         ),
         Row(
             case,
             "step, staleness 1",
             "s",
             late["step_s"],
-            none["step_s"],
-            "without update",
-            none["step_s"] / late["step_s"],
-            None,
-            None,
-            None,
+            peer=none["step_s"],
+            peer_name="without update",
+            ratio=none["step_s"] / late["step_s"],
         ),
-        Row(
-            case,
-            "the update that staleness 0 waits for",
-            "s",
-            exposed,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        ),
+        Row(case, "the update that staleness 0 waits for", "s", exposed),
         Row(
             case,
             "of it, hidden at staleness 1",
             "",
             1 - left / exposed,
-            None,
-            None,
-            None,
-            None,
-            f"ours >= {HIDDEN_GOAL:g}",
-            left <= (1 - HIDDEN_GOAL) * exposed,
+            goal=f"ours >= {HIDDEN_GOAL:g}",
+            met=left <= (1 - HIDDEN_GOAL) * exposed,
         ),
     ]
     for stage in sorted({*none["stages"], *sync["stages"], *late["stages"]}):
@@ -322,16 +285,14 @@ def hides(quick: bool) -> list[Row]:
             rows.append(
                 Row(
                     f"{stage} ({where}), a step",
-                    {"none": "without update", "sync": "staleness 0", "late": "staleness 1"}[way]
-                    + f", {nbytes / 1e6:.0f} MB",
+                    (
+                        {"none": "without update", "sync": "staleness 0", "late": "staleness 1"}[
+                            way
+                        ]
+                        + f", {nbytes / 1e6:.0f} MB"
+                    ),
                     "s",
                     seconds,
-                    None,
-                    None,
-                    None,
-                    None,
-                    None,
-                    None,
                 )
             )
     return rows

@@ -266,12 +266,10 @@ def run(quick: bool = False) -> Report:
                     figure,
                     "",
                     mine[figure],
-                    peer.get(figure),
-                    "closed form, 5 constants",
-                    None,
-                    None,
-                    f"{goal:g}" if goal else None,
-                    mine[figure] <= goal if goal else None,
+                    peer=peer.get(figure),
+                    peer_name="closed form, 5 constants",
+                    goal=f"{goal:g}" if goal else None,
+                    met=mine[figure] <= goal if goal else None,
                 )
             )
         flat = constant_efficiency(own)
@@ -281,12 +279,8 @@ def run(quick: bool = False) -> Report:
                 "MAPE",
                 "",
                 mine["MAPE"],
-                errors([(flat(r), r.seconds) for r in own])["MAPE"],
-                "constant efficiency",
-                None,
-                None,
-                None,
-                None,
+                peer=errors([(flat(r), r.seconds) for r in own])["MAPE"],
+                peer_name="constant efficiency",
             )
         )
         if family in HELD_OUT and not quick:
@@ -317,7 +311,7 @@ def memory_rows() -> list[Row]:
             ("MAPE", sum(map(abs, signed)) / len(signed)),
             ("worst under", max(0.0, -min(signed))),
         ):
-            rows.append(Row(case, figure, "", value, None, None, None, None, "0.05", value <= 0.05))
+            rows.append(Row(case, figure, "", value, goal="0.05", met=value <= 0.05))
     return rows
 
 

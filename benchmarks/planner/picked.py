@@ -79,30 +79,23 @@ def run(quick: bool = False) -> Report:
                     f"a step, the pick: {pick}",
                     "s",
                     took[pick],
-                    took[best],
-                    f"the fastest: {best}",
-                    took[best] / took[pick],
-                    None,
-                    f"within {GOAL:.2f} x",
-                    took[pick] <= GOAL * took[best],
+                    peer=took[best],
+                    peer_name=f"the fastest: {best}",
+                    ratio=took[best] / took[pick],
+                    goal=f"within {GOAL:.2f} x",
+                    met=took[pick] <= GOAL * took[best],
                 )
             )
-            rows += [
-                Row(case, f"a step, {way}", "s", took[way], None, None, None, None, None, None)
-                for way in WAYS
-            ]
+            rows += [Row(case, f"a step, {way}", "s", took[way]) for way in WAYS]
             rows.append(
                 Row(
                     case,
                     "a step of the pick, predicted",
                     "s",
                     answer.pick.result.seconds,
-                    took[pick],
-                    "measured",
-                    None,
-                    answer.pick.result.seconds / took[pick],
-                    None,
-                    None,
+                    peer=took[pick],
+                    peer_name="measured",
+                    of_floor=answer.pick.result.seconds / took[pick],
                 )
             )
             print(

@@ -131,12 +131,8 @@ def run(quick: bool = False) -> Report:
             f"within {GOAL:.0%}, of {cases}",
             "",
             float(near),
-            None,
-            None,
-            None,
-            None,
-            f"ours >= {ENOUGH}",
-            near >= ENOUGH,
+            goal=f"ours >= {ENOUGH}",
+            met=near >= ENOUGH,
         )
     )
     return Report("reality", rows)
@@ -157,12 +153,11 @@ def _rows(case: Case, real: Real, result: Result) -> list[Row]:
             "a step",
             "s",
             result.seconds,
-            real.step_s,
-            "measured",
-            None,
-            off,
-            f"within {GOAL:.0%}",
-            abs(off - 1) <= GOAL,
+            peer=real.step_s,
+            peer_name="measured",
+            of_floor=off,
+            goal=f"within {GOAL:.0%}",
+            met=abs(off - 1) <= GOAL,
         )
     ]
     if real.memory:
@@ -172,12 +167,11 @@ def _rows(case: Case, real: Real, result: Result) -> list[Row]:
                 "buffers of a worker",
                 "MB",
                 real.planned / 1e6,
-                real.memory / 1e6,
-                "measured",
-                None,
-                real.planned / real.memory,
-                "within 5 %",
-                abs(real.planned / real.memory - 1) <= 0.05,
+                peer=real.memory / 1e6,
+                peer_name="measured",
+                of_floor=real.planned / real.memory,
+                goal="within 5 %",
+                met=abs(real.planned / real.memory - 1) <= 0.05,
             )
         )
     return rows

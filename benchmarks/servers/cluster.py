@@ -216,12 +216,11 @@ def run(quick: bool = False) -> Report:
                 "step",
                 "s",
                 seconds[kind],
-                seconds["fsdp"],
-                "FSDP2, bf16",
-                ratio,
-                None,
-                None if ratio_goal is None else f"ratio >= {ratio_goal}",
-                None if ratio_goal is None else ratio >= ratio_goal,
+                peer=seconds["fsdp"],
+                peer_name="FSDP2, bf16",
+                ratio=ratio,
+                goal=None if ratio_goal is None else f"ratio >= {ratio_goal}",
+                met=None if ratio_goal is None else ratio >= ratio_goal,
             )
         )
         rows.append(
@@ -230,12 +229,12 @@ def run(quick: bool = False) -> Report:
                 "step",
                 "S/B",
                 seconds[kind] / unit,
-                seconds["fsdp"] / unit,
-                "FSDP2, bf16",
-                ratio,
-                floor * unit / seconds[kind],
-                None if goal is None else f"ours <= {goal:.3f}",
-                None if goal is None else seconds[kind] / unit <= goal,
+                peer=seconds["fsdp"] / unit,
+                peer_name="FSDP2, bf16",
+                ratio=ratio,
+                of_floor=floor * unit / seconds[kind],
+                goal=None if goal is None else f"ours <= {goal:.3f}",
+                met=None if goal is None else seconds[kind] / unit <= goal,
             )
         )
         carried = {
@@ -250,12 +249,8 @@ def run(quick: bool = False) -> Report:
                 "carried by the busier direction of a worker's link, a step",
                 "S",
                 carried[kind] / (2 * parameters),
-                carried["fsdp"] / (2 * parameters),
-                "FSDP2, bf16",
-                None,
-                None,
-                None,
-                None,
+                peer=carried["fsdp"] / (2 * parameters),
+                peer_name="FSDP2, bf16",
             )
         )
         mine = {
@@ -267,12 +262,8 @@ def run(quick: bool = False) -> Report:
                 "processor time of a worker's process, a step",
                 "s",
                 mine[kind],
-                mine["fsdp"],
-                "FSDP2, bf16",
-                None,
-                None,
-                None,
-                None,
+                peer=mine["fsdp"],
+                peer_name="FSDP2, bf16",
             )
         )
         rows.append(
@@ -281,12 +272,8 @@ def run(quick: bool = False) -> Report:
                 "peak resident of a worker",
                 "MB",
                 max(r["peak"] for r in found[kind]) / 1e6,
-                max(r["peak"] for r in found["fsdp"]) / 1e6,
-                "FSDP2, bf16",
-                None,
-                None,
-                None,
-                None,
+                peer=max(r["peak"] for r in found["fsdp"]) / 1e6,
+                peer_name="FSDP2, bf16",
             )
         )
     for kinds in (("host", "network", "relay"), ("late", "late, relay")):
@@ -300,12 +287,8 @@ def run(quick: bool = False) -> Report:
                 "losses are the same bits",
                 "",
                 float(same),
-                None,
-                None,
-                None,
-                None,
-                "ours == 1",
-                same,
+                goal="ours == 1",
+                met=same,
             )
         )
     return Report("cluster", rows)

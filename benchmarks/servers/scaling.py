@@ -147,25 +147,14 @@ def compare(
             "step",
             "s",
             ours,
-            theirs,
-            None if peer is None else "FSDP2, bf16",
-            None if theirs is None else theirs / ours,
-            floor / ours,
-            None if budget else f"ours <= {GOAL:.2f} x {floor:.2f}",
-            None if budget else ours <= GOAL * floor,
+            peer=theirs,
+            peer_name=None if peer is None else "FSDP2, bf16",
+            ratio=None if theirs is None else theirs / ours,
+            of_floor=floor / ours,
+            goal=None if budget else f"ours <= {GOAL:.2f} x {floor:.2f}",
+            met=None if budget else ours <= GOAL * floor,
         ),
-        Row(
-            case,
-            "processor time of the workers, of all cores",
-            "",
-            busy,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        ),
+        Row(case, "processor time of the workers, of all cores", "", busy),
     ]
     for way, metric in (("received", "pulled"), ("sent", "pushed")):
         mine = fmean(fmean(result[way][WARM_UP:]) for result in got) / total
@@ -178,12 +167,8 @@ def compare(
                 f"{metric} by a worker a step",
                 "S",
                 mine,
-                other,
-                None if peer is None else f"FSDP2, {way}",
-                None,
-                None,
-                None,
-                None,
+                peer=other,
+                peer_name=None if peer is None else f"FSDP2, {way}",
             )
         )
     return rows
@@ -225,12 +210,10 @@ def bare(cluster: Cluster, seconds: float) -> Row:
         "arriving, the slower way",
         "MB/s",
         rate / 1e6,
-        RATE / 1e6,
-        "the link",
-        rate / RATE,
-        rate / (CARRIED * RATE),
-        None,
-        None,
+        peer=RATE / 1e6,
+        peer_name="the link",
+        ratio=rate / RATE,
+        of_floor=rate / (CARRIED * RATE),
     )
 
 

@@ -597,12 +597,12 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
                     "update phase",
                     "s",
                     s[mode],
-                    s[peer],
-                    "host update",
-                    ratio,
-                    floor(mode, n, 2 * blocks * BLOCK) / s[mode],
-                    goal,
-                    ratio >= least if goal else None,
+                    peer=s[peer],
+                    peer_name="host update",
+                    ratio=ratio,
+                    of_floor=floor(mode, n, 2 * blocks * BLOCK) / s[mode],
+                    goal=goal,
+                    met=ratio >= least if goal else None,
                 )
             )
         for few, many in pairwise(found):
@@ -615,12 +615,11 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
                     "speed-up",
                     "x",
                     ours,
-                    theirs,
-                    "host update",
-                    ours / theirs,
-                    None,
-                    goal,
-                    (ours > 1.1 > theirs) if goal else None,
+                    peer=theirs,
+                    peer_name="host update",
+                    ratio=ours / theirs,
+                    goal=goal,
+                    met=(ours > 1.1 > theirs) if goal else None,
                 )
             )
     for n, s in found.items():
@@ -631,12 +630,9 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
                     "update phase, transfer handler on",
                     "s",
                     s[ON],
-                    s[OFF],
-                    "off: one record buffer",
-                    s[OFF] / s[ON],
-                    None,
-                    None,
-                    None,
+                    peer=s[OFF],
+                    peer_name="off: one record buffer",
+                    ratio=s[OFF] / s[ON],
                 )
             )
     for mode, peer, _ in PAIRS[:2]:  # counted and asserted in every update phase
@@ -647,12 +643,11 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
                     "bytes over the interconnect",
                     "M",
                     CROSSING[mode],
-                    CROSSING[peer],
-                    "host update",
-                    CROSSING[peer] / CROSSING[mode],
-                    None,
-                    f"exactly {CROSSING[mode]:g} and {CROSSING[peer]:g}",
-                    True,
+                    peer=CROSSING[peer],
+                    peer_name="host update",
+                    ratio=CROSSING[peer] / CROSSING[mode],
+                    goal=f"exactly {CROSSING[mode]:g} and {CROSSING[peer]:g}",
+                    met=True,
                 )
             )
     return Report("devices", rows)

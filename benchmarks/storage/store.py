@@ -246,42 +246,28 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
                 "bytes moved per second",
                 "GB/s",
                 ours_rate,
-                best_rate,
-                f"bare loop ({best_name})",
-                median(fractions),
-                median(fractions),
-                "of_floor >= 0.9",
-                median(fractions) >= 0.9,
+                peer=best_rate,
+                peer_name=f"bare loop ({best_name})",
+                ratio=median(fractions),
+                of_floor=median(fractions),
+                goal="of_floor >= 0.9",
+                met=median(fractions) >= 0.9,
             ),
             Row(
                 "the same",
                 "memory above the start",
                 "MB",
                 used / 1e6,
-                host / 1e6,
-                "budget",
-                host / used,
-                None,
-                "ours <= budget",
-                used <= host,
+                peer=host / 1e6,
+                peer_name="budget",
+                ratio=host / used,
+                goal="ours <= budget",
+                met=used <= host,
             ),
         ],
     )
     for name, stage in sorted(stages.items()):
-        report.rows.append(
-            Row(
-                "stage (thread seconds)",
-                name,
-                "s",
-                stage.seconds,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
-        )
+        report.rows.append(Row("stage (thread seconds)", name, "s", stage.seconds))
     return report
 
 
