@@ -6,6 +6,7 @@ Does NOT import torch, so that the memory of the parent process stays small.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,30 +24,36 @@ from roadtrain.errors import FullError, RoadtrainError
 from roadtrain.units import show_bytes
 
 
-def run_child(
-    module: str, *args: object, env: Mapping[str, str] | None = None, echo: bool = False
-) -> dict[str, Any]:
-    """Run `python -m module ARGS --json FILE` and return the JSON object that it wrote.
+def run_child(function: Callable[..., Any], /, *, echo: bool = False, **arguments: Any) -> Any:
+    """Call a function in a process of its own, and return its result, which must fit into JSON.
 
     Args:
-        env: environment variables of the child, in addition to those of this process
+        function: function of a module
         echo: show the child's output instead of capturing it
+        arguments: arguments of the function; paths arrive as strings
 
     Raises:
         RoadtrainError: the child failed; the message ends with the child's last output
     """
-    return run_children(module, args, [env or {}], echo=echo)[0]
+    return run_children(function, [{}], echo=echo, **arguments)[0]
 
 
 def run_children(
-    module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
-) -> list[dict[str, Any]]:
-    """Run `python -m module ARGS --json FILE` once for each entry of `envs`, all at the same time,
-    and return their results. If a process fails, the others are killed.
+    function: Callable[..., Any],
+    /,
+    envs: Sequence[Mapping[str, str]],
+    *,
+    echo: bool = False,
+    **arguments: Any,
+) -> list[Any]:
+    """Call a function in one process for each entry of `envs`, all at the same time, and return
+    their results. If a process fails, the others are killed.
 
     Args:
+        function: function of a module
         envs: environment variables of each process, in addition to those of this process
         echo: show the output of the processes instead of capturing it
+        arguments: arguments of the function; paths arrive as strings
 
     Raises:
         RoadtrainError: a process failed; the message ends with the last output of the process
@@ -54,14 +61,15 @@ def run_children(
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         outs = [Path(name) / f"result{i}.json" for i in range(len(envs))]
         logs = [Path(name) / f"log{i}" for i in range(len(envs))]
-        command = [sys.executable, "-m", module, *map(str, args)]
+        call = [function.__module__, function.__name__, json.dumps(arguments, default=str)]
+        command = [sys.executable, "-m", __name__, *call]
         running = []
         try:
             for out, log, env in zip(outs, logs, envs):
                 with log.open("w") as words:
                     running.append(
                         subprocess.Popen(
-                            [*command, "--json", str(out)],
+                            [*command, str(out)],
                             stdout=None if echo else words,
                             stderr=None if echo else subprocess.STDOUT,
                             env={**os.environ, **env},
@@ -164,3 +172,13 @@ def need_disk(directory: Path, nbytes: int) -> None:
             f"{show_bytes(nbytes)}",
             hint="start the benchmark from a directory on a larger disk",
         )
+
+
+def main() -> None:
+    module, function, arguments, out = sys.argv[1:]
+    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,15 +4,10 @@ most 3 GB of memory.
 The model is a Llama of transformers with 30 layers of width 2048. The bf16 parameters, fp32 masters
 and AdamW state take 28 bytes a parameter on disk, in two copies. The store's directory is created
 in the current directory and removed afterwards.
-
-    python -m benchmarks.placement.big --child DIR --layers 30 --width 2048 --steps 3 --json OUT
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -40,19 +35,13 @@ def run(quick: bool = False) -> Report:
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         need_disk(Path(name), 2 * BYTES * parameters + 2 * 10**9)
         got = run_child(
-            "benchmarks.placement.big",
-            "--child",
-            name,
-            "--layers",
-            layers,
-            "--width",
-            width,
-            "--inner",
-            inner,
-            "--budget",
-            budget,
-            "--steps",
-            steps,
+            child,
+            directory=name,
+            layers=layers,
+            width=width,
+            inner=inner,
+            budget=budget,
+            steps=steps,
         )
     case, resident = (
         f"Llama {layers} x {width}, {got['compute']} compute, budget {budget}",
@@ -110,51 +99,38 @@ def run(quick: bool = False) -> Report:
     return Report("big", rows)
 
 
-def child(args: argparse.Namespace) -> dict[str, Any]:
+def child(
+    directory: str, layers: int, width: int, inner: int, budget: str, steps: int
+) -> dict[str, Any]:
     compute = model420.compute_default()
     began = time.perf_counter()
     with torch.device("meta"):
-        model = model420.build(compute, layers=args.layers, width=args.width, inner=args.inner)
+        model = model420.build(compute, layers=layers, width=width, inner=inner)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = roadtrain.place(
         model,
         model420.adamw(model.parameters()),
-        store=Path(args.child) / "store",
+        store=Path(directory) / "store",
         dtype=torch.bfloat16,
-        host_budget=args.budget,
+        host_budget=budget,
         backwards_per_step=1,
         device="cpu",
     )
     place_s = time.perf_counter() - began
-    losses, steps = model420.training(model, optimizer, range(args.steps), ROWS, SEQ)
+    losses, taken = model420.training(model, optimizer, range(steps), ROWS, SEQ)
     (read, written), began = model420.disk_bytes(), time.perf_counter()
     memory = optimizer.memory()
     optimizer.close()  # pending writes belong to the last step
     read_after, written_after = model420.disk_bytes()
-    steps[-1]["step_s"] += time.perf_counter() - began
-    steps[-1]["read_bytes"] += read_after - read
-    steps[-1]["written_bytes"] += written_after - written
+    taken[-1]["step_s"] += time.perf_counter() - began
+    taken[-1]["read_bytes"] += read_after - read
+    taken[-1]["written_bytes"] += written_after - written
     return {
         "parameters": parameters,
         "losses": losses,
-        "steps": steps,
+        "steps": taken,
         "memory": memory,
         "place_s": place_s,
         "compute": compute,
         "peak_bytes": peak_bytes(),
     }
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--child", required=True, help="directory for the state")
-    parser.add_argument("--json", required=True, help="file for the result")
-    parser.add_argument("--budget", default=BUDGET)
-    for name, default in (("layers", LAYERS), ("width", WIDTH), ("inner", INNER), ("steps", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args(argv)
-    Path(args.json).write_text(json.dumps(child(args)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

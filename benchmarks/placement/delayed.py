@@ -13,16 +13,11 @@ not smaller.
 
 Does NOT run on a GPU. Does NOT emulate a server with slow processors.
 
-    python -m benchmarks.placement.delayed --child train --way late --steps 300 --json OUT
-    python -m benchmarks.placement.delayed --child step --way sync --dir MOUNT --device 7:0
-        --rate 1e8 --json OUT
-    python -m benchmarks.placement.delayed --child serve --dir DIR
-        (prints its stages for each input line)
+    python -m benchmarks.placement.delayed DIR    (a server; prints its stages for each input line)
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -87,17 +82,7 @@ def run(quick: bool = False) -> Report:
 def converges(steps: int, tail: int, small: bool) -> list[Row]:
     found = {}
     for way in WAYS:
-        found[way] = run_child(
-            "benchmarks.placement.delayed",
-            "--child",
-            "train",
-            "--way",
-            way,
-            "--steps",
-            steps,
-            *(["--small"] if small else []),
-            echo=True,
-        )
+        found[way] = run_child(train, echo=True, way=way, steps=steps, small=small)
         print(
             f"{way}: loss {fmean(found[way]['losses'][-tail:]):.4f}, held out"
             f" {found[way]['held_out']:.4f}, {fmean(found[way]['seconds']):.2f} s a step",
@@ -224,22 +209,15 @@ def hides(quick: bool) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
             need_disk(Path(name), 2 * 10**9)
             with LoopDevice(Path(name) / "ssd", 1536 * MIB) as device:
-                limits = ["--device", device.major_minor, "--rate", rate] if rate else []
                 result = found[way] = run_child(
-                    "benchmarks.placement.delayed",
-                    "--child",
-                    "step",
-                    "--way",
-                    way,
-                    "--layers",
-                    layers,
-                    "--seq",
-                    seq,
-                    "--steps",
-                    timed,
-                    "--dir",
-                    device.mount,
-                    *limits,
+                    train_beside,
+                    way=way,
+                    layers=layers,
+                    seq=seq,
+                    steps=timed,
+                    directory=device.mount,
+                    device=device.major_minor,
+                    rate=rate,
                 )
         if way == "none":
             rate = RECORD * result["parameters"] / (SHARE * result["step_s"])
@@ -298,52 +276,62 @@ def hides(quick: bool) -> list[Row]:
     return rows
 
 
-def train_beside(args: argparse.Namespace) -> dict[str, Any]:
-    """Train three steps to warm up and then `args.steps` measured steps, with a server in a child
-    process. If `args.rate` is not 0, the server's disk is throttled to this rate (bytes/s).
+def train_beside(
+    way: str, layers: int, seq: int, steps: int, directory: str, device: str, rate: float
+) -> dict[str, Any]:
+    """Train three steps to warm up and then `steps` measured steps, with a server in a child
+    process.
+
+    Args:
+        way: "none" (without updates), "sync" (staleness 0) or "late" (staleness 1)
+        layers: layers of the model
+        seq: bytes of text in a step
+        steps: number of measured steps
+        directory: folder of the server's store, on a device of its own
+        device: MAJ:MIN of this device
+        rate: the device's limit in bytes/s each way; 0: unlimited
     """
     torch.set_num_threads(1)
     compute = model420.compute_default()
     with ExitStack() as stack:
-        address, stages_of, pid = stack.enter_context(serving_apart(args.dir))
-        if args.rate:
-            stack.enter_context(Throttle([args.device], args.rate, args.rate)).enter_process(pid)
-        model = model420.build(compute, layers=args.layers, width=WIDTH, inner=INNER)
+        address, stages_of, pid = stack.enter_context(serving_apart(directory))
+        if rate:
+            stack.enter_context(Throttle([device], rate, rate)).enter_process(pid)
+        model = model420.build(compute, layers=layers, width=WIDTH, inner=INNER)
         optimizer = stack.enter_context(
             roadtrain.place(
                 model,
                 model420.adamw(model.parameters()),
                 store=roadtrain.Servers([address], retry_s=60),
                 host_budget=WORKER_BUDGET,
-                delay=roadtrain.Delay(1) if args.way == "late" else None,
+                delay=roadtrain.Delay(1) if way == "late" else None,
                 device="cpu",
                 chunk_elements=1 << 19,
             )
         )
         forward = backward = 0.0
-        for number in range(WARM_UP + args.steps):
+        for number in range(WARM_UP + steps):
             if number == WARM_UP:
                 optimizer.stages()
                 stages_of()
                 begin, forward, backward = time.perf_counter(), 0.0, 0.0
-            x = model420.batch(number, ROWS, args.seq)
+            x = model420.batch(number, ROWS, seq)
             t0 = time.perf_counter()
             loss = model(input_ids=x, labels=x).loss
             t1 = time.perf_counter()
             loss.backward()
             forward, backward = forward + t1 - t0, backward + time.perf_counter() - t1
-            if args.way != "none":
+            if way != "none":
                 optimizer.step()
             optimizer.zero_grad()
         total = time.perf_counter() - begin
         mine = {name: (stage.seconds, stage.nbytes) for name, stage in optimizer.stages().items()}
         stages = mine | {"Forward": (forward, 0), "Backward": (backward, 0)} | stages_of()
     return {
-        "step_s": total / args.steps,
+        "step_s": total / steps,
         "parameters": sum(p.numel() for p in model.parameters()),
         "stages": {
-            name: (seconds / args.steps, nbytes / args.steps)
-            for name, (seconds, nbytes) in stages.items()
+            name: (seconds / steps, nbytes / steps) for name, (seconds, nbytes) in stages.items()
         },
     }
 
@@ -356,15 +344,7 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
     The function maps the name of each stage of the server's work to its (seconds, bytes) since the
     previous call. Seconds are summed over all threads.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.placement.delayed",
-        "--child",
-        "serve",
-        "--dir",
-        directory,
-    ]
+    command = [sys.executable, "-m", "benchmarks.placement.delayed", directory]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as process:
@@ -413,29 +393,5 @@ def serve(directory: str) -> None:
         running.join(30)
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--child", choices=("train", "step", "serve"), required=True)
-    parser.add_argument("--way", choices=("none", *WAYS))
-    parser.add_argument("--small", action="store_true", help="use two layers and short rows")
-    parser.add_argument("--steps", type=int, default=TIMED)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--seq", type=int, default=SEQ)
-    parser.add_argument("--dir", help="directory on the slow device")
-    parser.add_argument("--device", help="MAJ:MIN of the slow device")
-    parser.add_argument(
-        "--rate", type=float, default=0.0, help="bytes a second each way; 0: unlimited"
-    )
-    parser.add_argument("--json", help="file for the result")
-    args = parser.parse_args(argv)
-    if args.child == "serve":
-        serve(args.dir)
-        return
-    result = (
-        train(args.way, args.steps, args.small) if args.child == "train" else train_beside(args)
-    )
-    Path(args.json).write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(sys.argv[1])

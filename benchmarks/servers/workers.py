@@ -10,16 +10,10 @@ some percent.
 The saved input of each block (rows x seq x width, fp32) must grow with depth, and is shown.
 Roadtrain is compared with plain training, which has everything in memory: bf16 parameters, fp32
 masters and AdamW's state.
-
-    python -m benchmarks.servers.workers --child ours --blocks 8 --width 512
-        --servers H:P,H:P --json OUT
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +28,7 @@ from benchmarks.common.children import (
     need_disk,
     peak_bytes,
     resident_bytes,
+    run_child,
     run_children,
     serving,
 )
@@ -162,23 +157,15 @@ def measure(
                 need_disk(Path(name), 2 * BYTES * blocks * 13 * width**2 + 10**9)
                 with serving(Path(name), SERVER_BUDGET, SERVERS) as addresses:
                     results = run_children(
-                        "benchmarks.servers.workers",
-                        [
-                            "--child",
-                            "ours",
-                            "--blocks",
-                            blocks,
-                            "--width",
-                            width,
-                            "--budget",
-                            budget,
-                            "--servers",
-                            ",".join(addresses),
-                        ],
+                        child,
                         [
                             {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": "1"}
                             for rank in range(workers)
                         ],
+                        blocks=blocks,
+                        width=width,
+                        budget=budget,
+                        servers=addresses,
                     )
             most = {key: max(result[key] for result in results) for key in results[0]}
             found[workers, blocks].append(most | {"workers": workers})
@@ -194,33 +181,32 @@ def measure(
 
 
 def measure_plain(blocks: int, width: int) -> dict[str, Any]:
-    result = run_children(
-        "benchmarks.servers.workers",
-        ["--child", "plain", "--blocks", blocks, "--width", width],
-        [{}],
-    )[0]
+    result: dict[str, Any] = run_child(child, blocks=blocks, width=width)
     print(f"plain training, {blocks} blocks: {result['peak'] / 1e6:.0f} MB", flush=True)
     return result
 
 
-def child(args: argparse.Namespace) -> dict[str, Any]:
+def child(
+    blocks: int, width: int, budget: str = BUDGET, servers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train with these servers, or without roadtrain if there are none."""
     torch.set_num_threads(1)
     compute = model420.compute_default()
-    sizes = {"layers": args.blocks, "width": args.width, "inner": args.width * 11 // 4}
+    sizes: dict[str, Any] = {"layers": blocks, "width": width, "inner": width * 11 // 4}
     model420.batch(0, ROWS, SEQ)  # reads the text before memory is measured
     Heap().trim(at_once=True)
     forget_peak()
     bare = resident_bytes()
-    if args.child == "plain":
-        model420.plain_losses(steps_of(args.blocks), ROWS, SEQ, compute, **sizes)
+    if not servers:
+        model420.plain_losses(steps_of(blocks), ROWS, SEQ, compute, **sizes)
         return {"bare": bare, "peak": peak_bytes() - bare, "training": peak_bytes() - bare}
     with torch.device("meta"):
         model = model420.build(compute, **sizes)
     optimizer = roadtrain.place(
         model,
         model420.adamw(model.parameters()),
-        store=roadtrain.Servers(args.servers.split(",")),
-        host_budget=args.budget,
+        store=roadtrain.Servers(list(servers)),
+        host_budget=budget,
         dtype=torch.bfloat16,
         backwards_per_step=1,
         device="cpu",
@@ -228,32 +214,16 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     with optimizer:
         placing = peak_bytes()
         forget_peak()
-        model420.training(model, optimizer, range(steps_of(args.blocks)), ROWS, SEQ)
+        model420.training(model, optimizer, range(steps_of(blocks)), ROWS, SEQ)
         optimizer.flush()
         training, buffers = peak_bytes(), optimizer.memory()["resident"]
         held = optimizer.memory()["activations"]
     return {
         "bare": bare,
-        "blocks": args.blocks,
+        "blocks": blocks,
         "parameters": sum(p.numel() for p in model.parameters()),
         "peak": max(placing, training) - bare,
         "training": training - bare,
         "buffers": buffers,
         "held": held,
     }
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--child", choices=("ours", "plain"), required=True)
-    parser.add_argument("--blocks", type=int, required=True)
-    parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--budget", default=BUDGET)
-    parser.add_argument("--servers", help="HOST:PORT,...")
-    parser.add_argument("--json", required=True, help="file for the result")
-    args = parser.parse_args(argv)
-    Path(args.json).write_text(json.dumps(child(args)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
