@@ -117,18 +117,18 @@ def child(
         device="cpu",
     )
     place_s = time.perf_counter() - began
-    losses, taken = model420.training(model, optimizer, range(steps), ROWS, SEQ)
+    losses, measured = model420.training(model, optimizer, range(steps), ROWS, SEQ)
     (read, written), began = model420.disk_bytes(), time.perf_counter()
     memory = optimizer.memory()
     optimizer.close()  # pending writes belong to the last step
     read_after, written_after = model420.disk_bytes()
-    taken[-1]["step_s"] += time.perf_counter() - began
-    taken[-1]["read_bytes"] += read_after - read
-    taken[-1]["written_bytes"] += written_after - written
+    measured[-1]["step_s"] += time.perf_counter() - began
+    measured[-1]["read_bytes"] += read_after - read
+    measured[-1]["written_bytes"] += written_after - written
     return {
         "parameters": parameters,
         "losses": losses,
-        "steps": taken,
+        "steps": measured,
         "memory": memory,
         "place_s": place_s,
         "compute": compute,
