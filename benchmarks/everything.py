@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from time import monotonic
@@ -33,6 +34,9 @@ COMMANDS = {
     "soak-sums": (("soak", "--sums"), ("--faults", "4")),
     "reproduce": (("reproduce",), ()),
 }
+
+
+END_S = 60.0  # for an item that is interrupted, to clean up
 
 
 class Job(NamedTuple):
@@ -97,8 +101,12 @@ def run_job(job: Job, file: Path, limit_s: float) -> str:
             code = None
         finally:
             if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)  # it removes its networks and loop devices
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
     if code == 0 and part.exists():
         part.rename(file)
         return "done"
