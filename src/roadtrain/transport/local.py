@@ -64,7 +64,8 @@ class _Pipe:
             self._views[0] = self._views[0][n:]
             if not self._views[0]:
                 del self._views[0]
-                self._changed.notify_all()
+                if not self._views:  # else the sender would wake up for nothing
+                    self._changed.notify_all()
         return n
 
     def end(self) -> None:
@@ -77,8 +78,8 @@ class _Side:
     def __init__(self, out: _Pipe, back: _Pipe) -> None:
         self._out, self._back = out, back
 
-    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        return self._out.put(buffers)
+    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
+        return self._out.put(buffers) if wait else 0
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         return self._back.get(view)
