@@ -42,12 +42,12 @@ from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
-from roadtrain.units import KIB, MIB
+from roadtrain.units import KIB
 
 # A part is sent as one frame. It has 1/256 of its tensor's bytes, within these bounds: each part
 # costs processor time, but the first and the last part of a tensor are not exchanged in parallel.
 # The bound in the paper is 4 MB.
-PART_BYTES, MOST_PART, PARTS = 128 * KIB, MIB, 256
+PART_BYTES, MOST_PART, PARTS = 128 * KIB, 512 * KIB, 256
 # A link with so many queued bytes gets no more parts. Few, so that urgent parts need not wait long.
 AHEAD = 256 * KIB
 DIAL_S = 2.0  # timeout to connect to a new spare host
