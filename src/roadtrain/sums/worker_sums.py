@@ -308,8 +308,7 @@ class WorkerSums:
                 (tensor.key, where, summed or tensor.round, stop - start, tensor.format, itemsize)
             )
             try:
-                queued = len(tensor.of(tensor.out, number))
-                sent = partial(self._sent, reducer, queued)
+                sent = partial(self._sent, reducer, len(tensor.of(tensor.out, number)))
                 reducer.link.send(sum_frames.PART, header, [view], sent)
                 self.sent_bytes += len(view) * (reducer.number != self.rank)
             except PeerError as error:

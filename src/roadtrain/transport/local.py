@@ -61,11 +61,9 @@ class _Pipe:
                 return 0
             n = min(len(self._views[0]), len(into))
             copy(into[:n], self._views[0][:n])
-            self._views[0] = self._views[0][n:]
-            if not self._views[0]:
-                del self._views[0]
-                if not self._views:  # else the sender would wake up for nothing
-                    self._changed.notify_all()
+            self._views = [view for view in (self._views[0][n:], *self._views[1:]) if view]
+            if not self._views:  # otherwise the sender would wake up too early
+                self._changed.notify_all()
         return n
 
     def end(self) -> None:
@@ -78,8 +76,8 @@ class _Side:
     def __init__(self, out: _Pipe, back: _Pipe) -> None:
         self._out, self._back = out, back
 
-    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
-        return self._out.put(buffers) if wait else 0
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        return self._out.put(buffers)
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         return self._back.get(view)

@@ -211,10 +211,10 @@ class _Ring:
         self._poll.register(bell, select.POLLIN)
         self._poll.register(sock, select.POLLRDHUP)
 
-    def write(self, buffers: Sequence[memoryview | bytes], wait: bool) -> int:
+    def write(self, buffers: Sequence[memoryview | bytes]) -> int:
         free = RING_BYTES - self._used(self._here, self._words[_TAIL])
         if not free:
-            if wait and self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + RING_BYTES > self._here):
+            if self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + RING_BYTES > self._here):
                 raise BrokenPipeError(errno.EPIPE, "the other process has ended")
             return 0
         _order()
@@ -306,8 +306,8 @@ class _ShmChannel:
             words[theirs], data[theirs], bells[2 * theirs], bells[2 * theirs + 1], sock
         )
 
-    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
-        while not (n := self._out.write(buffers, wait)) and wait:
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        while not (n := self._out.write(buffers)):
             pass
         return n
 

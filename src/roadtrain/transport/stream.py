@@ -3,8 +3,7 @@ class. Other modules open the connections and authenticate the peer.
 
 Sending: frames wait in a queue, and urgent frames in a second queue. Each channel has a sending
 thread that takes the next frames as soon as it is free, so the fastest channel sends the most
-frames. If a link's only channel is idle, the caller of `send` offers a small frame to it directly,
-because waking up the sending thread costs more than sending. The sending thread sends the rest.
+frames.
 
 Receiving: each channel has a receiving thread, which reads payloads directly into the buffer that
 `room` returns. The order is restored by sequence numbers. `room` is called in the order of the
@@ -20,7 +19,6 @@ seconds.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -61,10 +59,9 @@ class Channel(Protocol):
     """A bidirectional byte stream. One thread sends, one thread receives, and any thread may call
     `shutdown`. Errors are OSError or PeerError."""
 
-    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         """Block until at least one byte of the buffers is sent, and return the number of bytes
-        sent. If `wait` is False, never block, and return 0 if no byte can be sent now. The caller
-        passes at most IOV_MAX buffers."""
+        sent. The caller passes at most IOV_MAX buffers."""
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         """Block until at least one byte is received into `view`, and return the number of bytes
@@ -81,11 +78,10 @@ class Channel(Protocol):
 class _Frame(NamedTuple):
     kind: int
     header: bytes
-    parts: Sequence[memoryview | bytes]
+    parts: Sequence[memoryview]
     nbytes: int
     sent: Sent | None
     sequence: int = 0  # set when the frame leaves the queue
-    begun: bool = False  # whether bytes of the frame have left; then `parts` are the rest of it
 
 
 class _Reader:
@@ -143,15 +139,6 @@ class _Reader:
             nbytes -= min(nbytes, READ_AHEAD)
 
 
-def _after(buffers: list[memoryview | bytes], n: int) -> list[memoryview | bytes]:
-    """Return what remains of the buffers after their first `n` bytes."""
-    for i, buffer in enumerate(buffers):
-        if n < len(buffer):
-            return [memoryview(buffer)[n:], *buffers[i + 1 :]]
-        n -= len(buffer)
-    return []
-
-
 class FrameStream:
     """A link that sends and receives frames over byte channels.
 
@@ -168,7 +155,6 @@ class FrameStream:
         _alive: The number of running threads. The last thread to end closes the channels.
         _end: The number of frames that the other side has sent, as stated in its goodbye; None
             before the first goodbye.
-        _direct: Whether a caller of `send` uses the channel. The sending thread waits meanwhile.
         _moved: A counter that changes whenever bytes have left.
     """
 
@@ -184,7 +170,7 @@ class FrameStream:
         self._waiting: set[int] = set()
         self._accepted = self._delivered = self._reading = self._alive = 0
         self._end: int | None = None
-        self._delivering = self._closing = self._direct = False
+        self._delivering = self._closing = False
         self._error: PeerError | None = None
         self._channels: Sequence[Channel] = ()
         self._threads: list[threading.Thread] = []
@@ -230,16 +216,10 @@ class FrameStream:
                 raise LostError(f"cannot send: {self._error}") from self._error
             if self._closing:
                 raise LostError(f"{self.peer}: this link is closed")
-            frame = _Frame(kind, header, views, nbytes, sent)
-            # `sent` must not be called here, where the caller may hold its locks
-            if sent is None and nbytes <= BATCH and self._unused():
-                frame, self._direct = self._numbered(frame), True
-            else:
-                (self._urgent if urgent else self._queue).append(frame)
-                if self._idle and not self._direct:
-                    self._to_send.notify()
-                return
-        self._offer(frame)
+            queue = self._urgent if urgent else self._queue
+            queue.append(_Frame(kind, header, views, nbytes, sent))
+            if self._idle:
+                self._to_send.notify()
 
     def close(self) -> None:
         with self._lock:
@@ -318,7 +298,7 @@ class FrameStream:
             try:
                 buffers: list[memoryview | bytes] = []
                 for frame in batch:
-                    buffers += frame.parts if frame.begun else (self._lead(frame), *frame.parts)
+                    buffers += (self._lead(frame), *frame.parts)
                 self._put(channel, buffers)
             except OSError as error:
                 self.fail(self._lost(error, f"sending frame {batch[0].sequence}"))
@@ -330,38 +310,12 @@ class FrameStream:
             except OSError as error:
                 self.fail(self._lost(error, "sending the goodbye"))
 
-    def _unused(self) -> bool:
-        """Return whether the link has one channel, and this channel is idle."""
-        free = self._idle == len(self._channels) == 1
-        return free and not (self._queue or self._urgent or self._direct)
-
-    def _numbered(self, frame: _Frame) -> _Frame:
-        """Give a frame that leaves the queue its sequence number. The caller holds the lock."""
-        self._next += 1
-        return frame._replace(sequence=self._next - 1)
-
-    def _offer(self, frame: _Frame) -> None:
-        """Send a frame from the caller's thread, without waiting. The sending thread sends what the
-        channel does not accept now, and finds out if the channel is broken."""
-        buffers: list[memoryview | bytes] = [self._lead(frame), *frame.parts]
-        n = 0
-        with contextlib.suppress(OSError, PeerError):
-            n = self._channels[0].send(buffers, False)
-        self._moved += 1
-        rest = _after(buffers, n)
-        with self._lock:
-            self._direct = False
-            if rest and self._error is None:
-                self._urgent.appendleft(frame._replace(parts=rest, begun=True))
-            if self._urgent or self._queue or self._closing or self._error is not None:
-                self._to_send.notify()
-
     def _take(self) -> list[_Frame]:
         """Wait until frames are queued, and return those that the calling thread sends next in a
         single call. Return an empty list if the link ends."""
         with self._lock:
-            while self._direct or not (self._queue or self._urgent):
-                if not self._direct and (self._error is not None or self._closing):
+            while not self._queue and not self._urgent:
+                if self._error is not None or self._closing:
                     return []
                 self._idle += 1
                 self._to_send.wait()
@@ -370,9 +324,9 @@ class FrameStream:
             while (queue := self._urgent or self._queue) and len(batch) < BATCH_FRAMES:
                 if batch and queue[0].nbytes > room:
                     break
-                frame = queue.popleft()
-                batch.append(frame if frame.begun else self._numbered(frame))
-                room -= frame.nbytes
+                batch.append(queue.popleft()._replace(sequence=self._next))
+                room -= batch[-1].nbytes
+                self._next += 1
             return batch
 
     def _lead(self, frame: _Frame, flags: int = 0) -> bytes:
@@ -385,10 +339,15 @@ class FrameStream:
         return pack_head(head) + frame.header
 
     def _put(self, channel: Channel, buffers: list[memoryview | bytes]) -> None:
-        while buffers:
-            n = channel.send(buffers[:IOV_MAX])
+        i = 0
+        while i < len(buffers):
+            n = channel.send(buffers[i : i + IOV_MAX])
             self._moved += 1
-            buffers = _after(buffers, n)
+            while n and n >= len(buffers[i]):
+                n -= len(buffers[i])
+                i += 1
+            if n:
+                buffers[i] = memoryview(buffers[i])[n:]
 
     def _release(self, frames: Sequence[_Frame]) -> None:
         for frame in frames:

@@ -322,16 +322,14 @@ class _TcpChannel:
         # `_queued`: the bytes in the kernel's send queue at time `_since`, and the bytes sent since
         self._since, self._queued = 0.0, 0
 
-    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         self._check_backlog()
         while True:
             try:
-                n = self._sock.sendmsg(buffers, (), 0 if wait else socket.MSG_DONTWAIT)
+                n = self._sock.sendmsg(buffers)
                 self._queued += n
                 return n
             except BlockingIOError:
-                if not wait:
-                    return 0
                 self._check_answers()
 
     def _check_backlog(self) -> None:
@@ -381,9 +379,7 @@ class _TlsChannel(_TcpChannel):
         super().__init__(sock, silence_s)
         self._tls, self._lock = sock, threading.Lock()
 
-    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
-        if not wait:
-            return 0  # encryption takes too long for the caller's thread
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         data: memoryview | bytes = memoryview(buffers[0])[:TLS_PIECE]
         if len(buffers) > 1 and len(data) < TLS_PIECE:  # join small buffers into one TLS record
             few: list[memoryview | bytes] = []

@@ -35,8 +35,8 @@ class Turned:
     def __init__(self, inner):
         self.inner = inner
 
-    def send(self, buffers, wait=True):
-        return self.inner.send([bytes(buffer).translate(TURNED) for buffer in buffers], wait)
+    def send(self, buffers):
+        return self.inner.send([bytes(buffer).translate(TURNED) for buffer in buffers])
 
     def recv_into(self, view, whole):
         n = self.inner.recv_into(view, whole)

@@ -94,7 +94,7 @@ class Bytes:
     def __init__(self, data: bytes) -> None:
         self._data, self._at, self._down = data, 0, False
 
-    def send(self, buffers, wait: bool = True) -> int:
+    def send(self, buffers) -> int:
         return sum(map(len, buffers))
 
     def recv_into(self, view: memoryview, whole: bool) -> int:

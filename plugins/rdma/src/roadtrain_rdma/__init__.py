@@ -204,9 +204,7 @@ class _RdmaChannel:
         except Exception as error:
             raise ConnectionError(f"NIXL {name}: {error}") from error
 
-    def send(self, buffers: Sequence[memoryview | bytes], wait: bool = True) -> int:
-        if not wait:
-            return 0
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         if not (free := self._wait(lambda: RING - _used(self._written, self._theirs[1]))):
             raise BrokenPipeError(errno.EPIPE, "the RDMA link has ended")
         begin = self._written % RING
