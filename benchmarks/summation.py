@@ -1,6 +1,6 @@
 """Measure the summation service: n worker hosts sum a gradient with the help of k spare hosts over
-links. The service is compared with gloo's ring. The processor time does not contain that of filling
-and checking the tensors.
+emulated links. The service is compared with gloo's ring. The processor time is that of the sums,
+without filling and checking the tensors.
 
 The optimum is the shortest possible round, with 0.956 of the rate of each link, because TCP carries
 only this share of whole Ethernet frames. Goodput is the bytes of a gradient, divided by the seconds
