@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import warm_python
 
 pytest.importorskip("accelerate")
 HERE = Path(__file__).parent
@@ -22,7 +23,7 @@ def script(store, kill=0):
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
+        [warm_python(), *map(str, words)], capture_output=True, text=True, env=env, timeout=170
     )
     return [line for line in done.stdout.splitlines() if line[0].isdigit()], done
 

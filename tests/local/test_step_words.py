@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from roadtrain.training.metrics import read_metrics
+from tests.support.warm_python import warm_python
 
 JOB = """
 [run]
@@ -54,7 +54,7 @@ class Workers:
         }
         told = [word for key, value in words.items() for word in (f"--{key}", str(value))]
         return subprocess.Popen(
-            [sys.executable, "-m", "roadtrain", "train", str(self.home / "job.toml"), *told],
+            [warm_python(), "-m", "roadtrain", "train", str(self.home / "job.toml"), *told],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -134,7 +134,7 @@ def test_the_loss_of_the_run_is_that_of_all(workers, relay):
     (workers.home / "job.toml").write_text(JOB.format(home=workers.home, steps=1))
     words = ["--run.dir", str(workers.home / "alone"), "--optimizer.accumulate", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "roadtrain", "train", str(workers.home / "job.toml"), *words],
+        [warm_python(), "-m", "roadtrain", "train", str(workers.home / "job.toml"), *words],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

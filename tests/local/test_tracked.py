@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import torch
 from models import Case, build, new_scaler, one_step
 from torch.utils.data import DataLoader
 from tracked_run import SCHEDULERS
+
+from tests.support.warm_python import warm_python
 
 import roadtrain
 from roadtrain.errors import ConfigError, LoopError
@@ -32,7 +33,7 @@ def script(store, steps=STEPS, **options):
     words = [HERE / "tracked_run.py", store, steps, json.dumps(BASE | options)]
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=300
+        [warm_python(), *map(str, words)], capture_output=True, text=True, env=env, timeout=300
     )
     lines = done.stdout.splitlines()
     steps = [line for line in lines if line.split()[0].isdigit()]

@@ -10,6 +10,7 @@ training text. All tokens are kept in memory. Nothing is downloaded.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import importlib
@@ -112,15 +113,10 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """
     found: set[str] = set()
     for path in paths:
-        pattern = f"{glob.escape(path)}/**/*" if os.path.isdir(path) else path
         if os.path.isfile(path):
             matches = [path]
         else:
-            # the index of the first wildcard
-            below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)
-            matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
-            matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep))]
-            matches = [m for m in matches if _is_text(m)]
+            matches = [m for m in _matches(path) if os.path.isfile(m) and _is_text(m)]
         if not matches:
             raise ConfigError(
                 f"data.paths: {path!r} has no text file",
@@ -128,6 +124,22 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             )
         found.update(matches)
     return [Path(p) for p in sorted(found)]
+
+
+def _matches(path: str) -> Iterator[str]:
+    """Yield what lies below a folder, or what a glob matches. Does not enter folders of packages and
+    caches, which are most of the work, if the path is a folder or has the form FOLDER/**/NAMES."""
+    folder, _, names = (f"{path}/**/*" if os.path.isdir(path) else path).partition("/**/")
+    if os.path.isdir(folder) and names and "/" not in names:
+        for parent, folders, files in os.walk(folder, followlinks=True):
+            folders[:] = [f for f in folders if f[0] != "." and f not in _NOT_TEXT]
+            shown = [f for f in files if f[0] != "." or names[0] == "."]
+            yield from (os.path.join(parent, f) for f in fnmatch.filter(shown, names))
+        return
+    below = min((path.index(c) for c in "*?[" if c in path), default=0)  # the first wildcard
+    for match in glob.glob(path, recursive=True):
+        if not _NOT_TEXT & set(match[below:].split(os.sep)):
+            yield match
 
 
 def need(package: str, extra: str) -> ModuleType:
