@@ -22,6 +22,7 @@ from processes import free_port
 
 from roadtrain.launch.home import RunHome
 from roadtrain.training.metrics import read_metrics
+from tests.support.warm_python import warm_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +55,8 @@ class RayNodes:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "ray_nodes.py")],
+            [warm_python(), str(HERE / "ray_nodes.py")],
+            executable=sys.executable,  # Ray's own processes start as ever, those of roadtrain warm
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -136,7 +138,7 @@ class LaunchedRun:
 
     def launch(self, *words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "roadtrain.cli", "launch", *words],
+            [warm_python(), "-m", "roadtrain.cli", "launch", *words],
             cwd=self.directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -26,7 +26,8 @@ def is_forked(words: list[str]) -> bool:
     rest = [word for word in words if word not in ("-u", "-B")]
     if rest[:1] == ["-m"]:
         return rest[1] in MODULES and rest[2:3] not in NOT_FORKED
-    return bool(rest) and not rest[0].startswith("-") and rest[1:2] not in NOT_FORKED
+    is_script = bool(rest) and not rest[0].startswith("-") and "/ray/" not in rest[0]
+    return is_script and rest[1:2] not in NOT_FORKED
 
 
 def run_forked(words: list[str]) -> None:
@@ -64,7 +65,8 @@ def run_forked(words: list[str]) -> None:
         os.kill(child[0], number)
     status = _number(link)
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        if os.WTERMSIG(status) in PASSED_ON:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
 

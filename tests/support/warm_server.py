@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -156,17 +155,15 @@ def become(groups: list[list[str]], files: list[int], executable: str) -> NoRetu
     sys.stderr.reconfigure(line_buffering=True, write_through=through)
     numpy = sys.modules["numpy"]
     numpy.random.seed()
-    code = 1
+    code = 0
     try:
         run_main(words)
-        code = 0
     except SystemExit as end:
         code = exit_code(end)
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        code = -signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     finish(code)
 
 
