@@ -114,7 +114,10 @@ FEW = """
 from hypothesis import settings
 
 settings.register_profile("few", max_examples=2, deadline=None)
-settings.load_profile("few")
+
+
+def pytest_collection(session):
+    settings.load_profile("few")  # after the tests' conftest has loaded its own
 
 
 def pytest_collection_modifyitems(items):

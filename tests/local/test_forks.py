@@ -13,7 +13,7 @@ from test_replicas import LONG, Cluster, same
 from test_replicas import alone as alone
 from test_replicas import cluster as cluster
 
-ONE = {"workers": 1}
+ONE = {"workers": 1, "grace_s": 1.5}  # of five seconds
 
 
 def contents(directory):
@@ -48,7 +48,7 @@ def test_who_lagged_waits_for_the_other(cluster, alone):
     )
     assert "may hold a later step" in error and "give_up" in error, error
     late = two.start(6, **ONE)
-    time.sleep(6.5)  # it would have begun without server 0 by now
+    time.sleep(3.0)  # it would have begun without server 0 by now
     two.back(0)
     assert late.join() == [0], late.errors()
     assert any("server 1" in n and "being refilled at step 4" in n for n in late.notes()), (
