@@ -5,13 +5,7 @@ import gc
 
 import numpy as np
 import torch
-import torch._dynamo  # torch's optimizers import it
-import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama
 
-import roadtrain.placement.place
-import roadtrain.servers.serve
-import roadtrain.training.train
 from roadtrain.kernels.rules import AdamRule
 from roadtrain.kernels.sum import accumulate, sum_squares
 

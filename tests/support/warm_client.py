@@ -2,11 +2,10 @@
 the command, pass signals on to it, and end as it ended. Other commands replace this process by the
 interpreter itself. Imports little, as its start is what it saves."""
 
+import _socket
 import os
 import signal
 import sys
-
-import _socket
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(sys.argv[0])))
 # Commands that import torch or numba, or for which a fork stands in as well as a start.

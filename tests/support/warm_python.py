@@ -45,7 +45,9 @@ def warm_folder() -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert server.stdin is not None and server.stdout is not None
-    assert server.stdout.readline() == b"ready\n", "the server of warm Python processes has not started"
+    assert server.stdout.readline() == b"ready\n", (
+        "the server of warm Python processes has not started"
+    )
     server.stdout.close()
     atexit.register(server.wait)
     atexit.register(server.stdin.close)  # runs first

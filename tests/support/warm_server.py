@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -129,7 +128,6 @@ def receive(link: socket.socket) -> tuple[list[list[str]], list[int]] | None:
 def become(groups: list[list[str]], files: list[int], executable: str) -> NoReturn:
     """Run the command in this forked process as a fresh interpreter would."""
     (directory, umask), ignored, words, environment = groups
-    global T0,W0,WORDS; T0=time.process_time(); W0=time.time(); WORDS=list(words)
     for number, file in enumerate(files):
         os.dup2(file, number)
     for file in files:
@@ -148,9 +146,9 @@ def become(groups: list[list[str]], files: list[int], executable: str) -> NoRetu
         del words[0]
     sys.executable = executable
     through = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty(), write_through=through)
     sys.stderr.reconfigure(line_buffering=True, write_through=through)
     numpy = sys.modules["numpy"]
@@ -176,7 +174,7 @@ def run_main(words: list[str]) -> None:
         sys.argv = words[1:]
         sys.path[:0] = [os.getcwd(), *filter(None, paths)]
         sys.modules.pop(words[1], None)  # it becomes `__main__`, as in a fresh interpreter
-        runpy._run_module_as_main(words[1])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         sys.path[:0] = [str(Path(words[0]).resolve().parent), *filter(None, paths)]
@@ -194,11 +192,12 @@ def exit_code(end: SystemExit) -> int:
 def finish(code: int) -> NoReturn:
     """End as an interpreter does."""
     with suppress(BaseException):
-        threading._shutdown()
-        atexit._run_exitfuncs()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()  # noqa: SLF001
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    if "WARMLOG" in os.environ: open(os.environ["WARMLOG"],"a").write(f"{time.process_time()-T0:.2f} {time.time()-W0:.2f} {WORDS}\n")
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
