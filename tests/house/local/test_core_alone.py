@@ -70,7 +70,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(SRC / f"{name}.py", target)
     for room in ROOMS:
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("*.pyc")  # numba's cache is copied
         shutil.copytree(SRC / room, root / "src" / "roadtrain" / room, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", root)
     shutil.copytree(ROOT / "tests" / "support", root / "tests" / "support")
