@@ -17,7 +17,7 @@ import torch
 import roadtrain
 from roadtrain import Servers
 from roadtrain.errors import RoadtrainError
-from roadtrain.servers import remote_servers, server
+from roadtrain.servers import server
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.file import FileTier
@@ -226,7 +226,6 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
     tls = options.pop("tls", None)
     until = options.pop("until", None)  # as PipelineSpec's: steps from until[0] on wait for a file
     lose_datagrams(options.pop("loss", 0.0))
-    remote_servers.GRACE_S = options.pop("grace_s", remote_servers.GRACE_S)
 
     def said(line):
         with open(f"{log}.said", "a") as file:
