@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -59,6 +59,40 @@ _LOST = {
 }
 
 
+class _Use:
+    """Keeps the descriptors of a socket open in the `with` statements of its calls. Entering raises
+    LostError if the socket is closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self.over = threading.Lock(), 0, False
+        self._changed = threading.Condition(self._lock)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.over:
+                raise LostError("the datagram socket was closed")
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self.over:
+                self._changed.notify_all()
+
+    def end(self, wake: Callable[[], None]) -> bool:
+        """Call `wake`, and wait until no call uses the descriptors. Returns False if another call
+        of `end` came first.
+        """
+        with self._lock:
+            if self.over:
+                return False
+            self.over = True
+            wake()
+            self._changed.wait_for(lambda: self._users == 0)
+        return True
+
+
 class DatagramSocket:
     """A UDP socket. Raises ConfigError if it cannot be bound to the address or cannot join the
     group.
@@ -85,7 +119,9 @@ class DatagramSocket:
         self._family, where = _resolved(address, socket.AF_UNSPEC)
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._users, self._changed, self._over = 0, threading.Condition(), False
+        self._room_poll = select.poll()
+        self._room_poll.register(self._socket, select.POLLOUT)
+        self._use = _Use()
         self._number_of = functools.lru_cache(MOST_NAMES)(self.number_of)
         self._segments = True  # whether the kernel splits runs
         # Number of datagrams that the kernel dropped because the receive buffer was full. It is
@@ -119,7 +155,7 @@ class DatagramSocket:
             DeadlineError: The send buffer stayed full for 10 s.
             LostError: The socket is closed.
         """
-        with self._using():
+        with self._use:
             self._send_run(_bytes_of(buffer), segment, self._number_of(to))
 
     def receive(
@@ -138,12 +174,10 @@ class DatagramSocket:
             LostError: The socket is closed.
         """
         deadline = time.monotonic() + timeout_s
-        with self._using():
+        with self._use:
             while True:
                 try:
-                    found = self._socket.recvmsg_into(
-                        [_bytes_of(into)], _ANCILLARY, socket.MSG_DONTWAIT
-                    )
+                    found = self._socket.recvmsg_into([into], _ANCILLARY, socket.MSG_DONTWAIT)
                     return self._read(*found)
                 except BlockingIOError:
                     left_s = deadline - time.monotonic()
@@ -161,11 +195,11 @@ class DatagramSocket:
         with contextlib.ExitStack() as used:
             poll = select.poll()
             for sock in sockets:
-                used.enter_context(sock._using())
+                used.enter_context(sock._use)
                 poll.register(sock._socket, select.POLLIN)
                 poll.register(sock._awake, select.POLLIN)
             poll.poll(max(timeout_s, 0) * 1000)
-            if any(sock._over for sock in sockets):
+            if any(sock._use.over for sock in sockets):
                 raise LostError("the datagram socket was closed")
 
     def fileno(self) -> int:
@@ -179,35 +213,15 @@ class DatagramSocket:
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
-        """Return whether `send` would not block."""
-        with self._using():
-            return self._wait(select.POLLOUT, 0.0)
+        """Return whether `send` would not block. Only one thread may call this method."""
+        with self._use:
+            return bool(self._room_poll.poll(0))
 
     def close(self) -> None:
         """Close the socket and wake threads that send or receive. Idempotent, thread-safe."""
-        with self._changed:
-            if self._over:
-                return
-            self._over = True
-            os.eventfd_write(self._awake, 1)
-            self._changed.wait_for(lambda: self._users == 0)
-        self._socket.close()
-        os.close(self._awake)
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keep the descriptors open during a call. Raises LostError if the socket is closed."""
-        with self._changed:
-            if self._over:
-                raise LostError("the datagram socket was closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users -= 1
-                if self._over:
-                    self._changed.notify_all()
+        if self._use.end(lambda: os.eventfd_write(self._awake, 1)):
+            self._socket.close()
+            os.close(self._awake)
 
     def _wait(self, event: int, timeout_s: float) -> bool:
         """Wait for a poll event. Returns False after the timeout. Raises LostError if the socket is
@@ -217,7 +231,7 @@ class DatagramSocket:
         poll.register(self._socket, event)
         poll.register(self._awake, select.POLLIN)
         ready = poll.poll(max(timeout_s, 0) * 1000)
-        if self._over:
+        if self._use.over:
             raise LostError("the datagram socket was closed")
         return bool(ready)
 
@@ -364,7 +378,8 @@ def _resolved(address: Address, family: int) -> tuple[int, Address]:
     return found[0][0], _named(found[0][4])
 
 
-def _named(raw: Sequence[object]) -> Address:
+@functools.lru_cache(MOST_NAMES)
+def _named(raw: tuple[object, ...]) -> Address:
     """Convert a socket address to (host, port), with the network interface of a link-local
     address.
     """

@@ -125,15 +125,24 @@ def _scale(exponent: Any, bits: Any) -> Any:
 @kernel
 def _quantize_block(values: Any, scale: Any, top: Any, out: Any) -> Any:
     for i in range(values.size):
-        q = np.rint(np.float64(widen(values[i])) * scale)
+        q = np.rint(widen(values[i]) * scale)
         q = q if q < top else top  # NaN too; the block's exponent byte is NOT_FINITE then
         q = q if q > -top else -top
         out[i] = np.int32(q)
 
 
 @kernel
+def _exact_in_float32(scale: Any) -> Any:
+    """Return whether float32 gives the same bits as float64: `scale` and 1 / `scale` are normal
+    float32 numbers, so that a product has no rounding error, except below 2^-126.
+    """
+    return np.float64(2.0**-126) <= scale <= np.float64(2.0**126)
+
+
+@kernel
 def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: Any) -> Any:
-    top = np.float64((1 << bits) - 1)
+    # the greatest float32 below 2^bits, at most 2^bits - 1
+    top = np.float32((1 << bits) - (1 << max(bits - 24, 0)))
     each = PAYLOAD_NBYTES // like.itemsize
     for i in range(run.size // PACKET_NBYTES):
         start = i * PACKET_NBYTES + HEADER_NBYTES
@@ -144,11 +153,14 @@ def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: 
             into = payload[at : at + BLOCK]
             if part.size > 0:
                 scale = _scale(maxima[(first + at) // BLOCK], bits)
-                if scale > 0:
-                    _quantize_block(part, scale, top, into)
+                if _exact_in_float32(scale):
+                    _quantize_block(part, np.float32(scale), top, into)
+                elif scale > 0:
+                    _quantize_block(part, scale, np.float64(top), into)
                 else:
                     into[:] = 0
-            into[part.size :] = 0
+            if part.size < BLOCK:
+                into[part.size :] = 0
 
 
 def quantize(
@@ -183,6 +195,12 @@ def _dequantize_block(integers: Any, unit: Any, out: Any) -> Any:
 
 
 @kernel
+def _dequantize_exact(integers: Any, unit: Any, out: Any) -> Any:
+    for i in range(out.size):
+        out[i] = np.float32(integers[i]) * unit
+
+
+@kernel
 def _dequantize(run: Any, ok: Any, index: Any, like: Any, bits: Any, maxima: Any, out: Any) -> Any:
     each = PAYLOAD_NBYTES // like.itemsize
     for i in range(run.size // PACKET_NBYTES):
@@ -199,6 +217,8 @@ def _dequantize(run: Any, ok: Any, index: Any, like: Any, bits: Any, maxima: Any
             scale = _scale(exponent, bits)
             if exponent == NOT_FINITE:
                 part[:] = np.float32(np.nan)
+            elif _exact_in_float32(scale):
+                _dequantize_exact(payload[at : at + BLOCK], np.float32(1 / scale), part)
             elif scale > 0:
                 _dequantize_block(payload[at : at + BLOCK], 1 / scale, part)
             else:

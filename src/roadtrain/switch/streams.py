@@ -279,7 +279,7 @@ class PacketPort:
         self.strangers += run.count - int(np.count_nonzero(ok))
         headers = packets.headers(run.buffer, run.segment, run.count)
         kinds = headers["kind"]
-        for kind in sorted({*kinds[ok].tolist()}):
+        for kind in np.flatnonzero(np.bincount(kinds[ok])).tolist():
             taker = self._take.get(kind)
             if taker is not None:
                 of_kind = ok & (kinds == kind)
