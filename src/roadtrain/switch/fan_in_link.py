@@ -323,10 +323,15 @@ class FanInLink:
     def _parameters(self, batch: Batch) -> None:
         done: list[tuple[PendingPull, int]] = []
         left = self._new(batch)
-        while (run := packets.next_run(batch.headers, left)) is not None:  # once per broadcast
-            key, base, ours = run
+        headers = batch.headers
+        bases = headers["number"].astype(np.int64) - headers["c"]
+        while left.any():  # one iteration per broadcast
+            at = int(np.argmax(left))
+            a, b, base = int(headers["a"][at]), int(headers["b"][at]), int(bases[at])
+            ours = left & (headers["a"] == a) & (headers["b"] == b) & (bases == base)
+            left &= ~ours
             with self._lock:
-                pull = self._pulls.broadcast(key, base)
+                pull = self._pulls.broadcast((a, b), base)
             self._copy(batch, ours, pull)
             if not pull.missing:
                 done.append((pull, base))

@@ -44,6 +44,7 @@ from roadtrain.switch.packets import (
 ZERO, NOT_FINITE = 0, 255  # special exponent bytes
 BIAS = 126
 INTEGER: Mapping[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
+_LEAST = 2.0**-126  # of all normal float32 numbers
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
@@ -132,14 +133,6 @@ def _quantize_block(values: Any, scale: Any, top: Any, out: Any) -> Any:
 
 
 @kernel
-def _exact_in_float32(scale: Any) -> Any:
-    """Return whether float32 gives the same bits as float64: `scale` and 1 / `scale` are normal
-    float32 numbers, so that a product has no rounding error, except below 2^-126.
-    """
-    return np.float64(2.0**-126) <= scale <= np.float64(2.0**126)
-
-
-@kernel
 def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: Any) -> Any:
     # the greatest float32 below 2^bits, at most 2^bits - 1
     top = np.float32((1 << bits) - (1 << max(bits - 24, 0)))
@@ -153,7 +146,9 @@ def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: 
             into = payload[at : at + BLOCK]
             if part.size > 0:
                 scale = _scale(maxima[(first + at) // BLOCK], bits)
-                if _exact_in_float32(scale):
+                # float32 gives the same bits as float64, because a product with a normal power of
+                # two is exact, or below 2^-126
+                if _LEAST <= scale <= 1 / _LEAST:
                     _quantize_block(part, np.float32(scale), top, into)
                 elif scale > 0:
                     _quantize_block(part, scale, np.float64(top), into)
@@ -195,12 +190,6 @@ def _dequantize_block(integers: Any, unit: Any, out: Any) -> Any:
 
 
 @kernel
-def _dequantize_exact(integers: Any, unit: Any, out: Any) -> Any:
-    for i in range(out.size):
-        out[i] = np.float32(integers[i]) * unit
-
-
-@kernel
 def _dequantize(run: Any, ok: Any, index: Any, like: Any, bits: Any, maxima: Any, out: Any) -> Any:
     each = PAYLOAD_NBYTES // like.itemsize
     for i in range(run.size // PACKET_NBYTES):
@@ -217,8 +206,6 @@ def _dequantize(run: Any, ok: Any, index: Any, like: Any, bits: Any, maxima: Any
             scale = _scale(exponent, bits)
             if exponent == NOT_FINITE:
                 part[:] = np.float32(np.nan)
-            elif _exact_in_float32(scale):
-                _dequantize_exact(payload[at : at + BLOCK], np.float32(1 / scale), part)
             elif scale > 0:
                 _dequantize_block(payload[at : at + BLOCK], 1 / scale, part)
             else:

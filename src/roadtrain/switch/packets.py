@@ -47,6 +47,7 @@ HEADER = np.dtype(
     ]
 )
 HEADER_NBYTES = HEADER.itemsize
+_PACKED = struct.Struct("<HBBIQHBBIIIQQ")  # HEADER; packing is faster than setting numpy's fields
 PACKET_NBYTES = HEADER_NBYTES + PAYLOAD_NBYTES
 assert HEADER_NBYTES == 48
 
@@ -78,13 +79,13 @@ class Kind(IntEnum):
 # rejects a packet of a worker that was recorded on its way to a switch and replayed.
 ROOT = 0xFFFF
 
-_PACKED = struct.Struct("<HBBIQHBBIIIQQ")  # HEADER
 _TAG_AT = HEADER.fields["tag"][1]  # type: ignore[index]
 _WORDS = (PACKET_NBYTES - 8) // 8  # 64-bit words that the tag covers
 _TAG_WORD = _TAG_AT // 8
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _HEAD = np.uint64(MAGIC | VERSION << 16)
+_NO_FIELDS = {**dict.fromkeys(HEADER.names or (), 0), "magic": MAGIC, "version": VERSION}
 _HEAD_MASK = np.uint64(0xFFFFFF)
 
 
@@ -250,38 +251,6 @@ def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
 
 
 @kernel
-def _next_run(headers: Any, left: Any, ours: Any) -> Any:
-    first = -1
-    for i in range(left.size):
-        ours[i] = False
-        if left[i]:
-            first = i if first < 0 else first
-            its, of = headers[i], headers[first]
-            if its.a == of.a and its.b == of.b and its.number - its.c == of.number - of.c:
-                ours[i], left[i] = True, False
-    return first
-
-
-def next_run(
-    headers: np.ndarray, left: np.ndarray
-) -> tuple[tuple[int, int], int, np.ndarray] | None:
-    """Find the packets of one run: those for which `left` is set and whose fields `a` and `b` and
-    number of the run's first packet (`number` - `c`) are equal to those of the first of them.
-    Clears `left` for them.
-
-    Returns:
-        ((a, b), number of the run's first packet, mask of the packets: bool), or None if none is
-        left.
-    """
-    ours = np.empty(left.size, np.bool_)
-    first = _next_run(headers, left, ours)
-    if first < 0:
-        return None
-    a, b, c, number = (int(headers[name][first]) for name in ("a", "b", "c", "number"))
-    return (a, b), number - c, ours
-
-
-@kernel
 def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
     for i in range(count):
         at = i * segment
@@ -296,29 +265,19 @@ def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
 
 
 def write_headers(
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
-    *,
-    kind: int,
-    job: int,
-    first: int,
-    sender: int = 0,
-    width: int = 0,
-    a: int = 0,
-    b: int = 0,
-    c: int = 0,
-    credit: int = 0,
+    buffer: np.ndarray, segment: int, count: int, *, first: int, **fields: int
 ) -> None:
-    """Write the headers of `count` packets, without tags. The fields are those of HEADER.
+    """Write the headers of `count` packets, without tags.
 
     Args:
         first: Number of the first packet. Packet i gets the number `first` + i.
-        c: Field `c` of the first packet. Packet i gets `c` + i.
+        fields: Values of other fields of HEADER, by name. Omitted fields are 0. The field `c` of
+            packet i is `c` + i.
     """
     check_run(buffer, segment, count)
-    fields = MAGIC, VERSION, kind, job, first, sender, width, 0, a, b, c, credit, 0
-    _write_headers(buffer, segment, count, np.frombuffer(_PACKED.pack(*fields), np.uint64))
+    values = {**_NO_FIELDS, "number": first, **fields}
+    words = np.frombuffer(_PACKED.pack(*values.values()), np.uint64)
+    _write_headers(buffer, segment, count, words)
 
 
 @kernel
