@@ -121,7 +121,8 @@ def lab_cluster(
         {**host(f"workers of {switch}", workers // racks, switch, "worker"), "device": device}
         for switch in at
     ]
-    fast = {"sums": True, "rate": rate_text(FAST), "packet_rate": packet_rate("switch")}
+    rates = {"rate": rate_text(FAST), "packet_rate": packet_rate("switch")}
+    fast = {"sums": True, "multicasts": True, **rates}
     switches = [{"name": name, **fast} for name in dict.fromkeys([SPINE, *at])]
     links = [{"between": [name, SPINE], "rate": rate_text(rate)} for name in at if name != SPINE]
     node = host("node", 1, SPINE, "server")

@@ -46,14 +46,15 @@ def packet_seconds(spec: WorkerSpec) -> PacketSeconds:
 
 
 def seconds_of(measured: Measured, update_s: float) -> PacketSeconds:
-    """Divide the processor time of a step of one worker by its packets. A switch with one child
-    receives and sends each packet. `update_s`: seconds of the server's updates.
+    """Divide the processor time of a step of one worker by its packets. The switch receives and
+    sends the packets of gradients; the lab's bridges copy parameters. `update_s`: seconds of the
+    server's updates.
     """
-    link = measured.frames["w0"]
+    link, cpu = measured.frames["w0"], measured.cpu
     handled = (link.sent + link.received) / FRAME
-    cpu = measured.cpu
+    summed = 2 * link.sent / FRAME
     return PacketSeconds(
-        cpu["worker"] / handled, cpu[ROOT] / (2 * handled), (cpu[NODE] - update_s) / handled
+        cpu["worker"] / handled, cpu[ROOT] / summed, (cpu[NODE] - update_s) / handled
     )
 
 

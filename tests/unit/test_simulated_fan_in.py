@@ -73,8 +73,8 @@ def test_packets_of_all_hosts_share_the_processors_of_a_lab(workers: int, of_rac
     found = predict(workers, of_racks, sizes=sizes, updates=updates, costs=costs)
     alone = predict(workers, of_racks, sizes=sizes, updates=updates)
     up, down = (found.bytes["w0", way] / FRAME for way in ("sent", "received"))
-    switches = workers + 1 if of_racks == 1 else workers + 2 * of_racks + 1
-    busy = (up + down) * (workers * costs.worker + costs.server + switches * costs.switch)
+    summed = workers + 1 if of_racks == 1 else workers + 2 * of_racks + 1
+    busy = (up + down) * (workers * costs.worker + costs.server) + up * summed * costs.switch
     busy += workers * sizes.layers * (sizes.forward_s + sizes.backward_s)
     busy += 28 * sizes.elements / updates
     assert found.result.busy["processors"] * found.seconds * cores() == pytest.approx(

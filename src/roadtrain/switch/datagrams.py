@@ -177,11 +177,13 @@ class DatagramSocket:
         with self._use:
             while True:
                 try:
-                    found = self._socket.recvmsg_into([into], _ANCILLARY, socket.MSG_DONTWAIT)
+                    found = self._socket.recvmsg_into(
+                        [_bytes_of(into)], _ANCILLARY, socket.MSG_DONTWAIT
+                    )
                     return self._read(*found)
                 except BlockingIOError:
                     left_s = deadline - time.monotonic()
-                    if left_s <= 0 or not self._wait(select.POLLIN, left_s):
+                    if left_s <= 0 or not _poll(select.POLLIN, left_s, self):
                         return None
                 except OSError as error:
                     if error.errno not in _LOST:
@@ -191,16 +193,10 @@ class DatagramSocket:
         """Wait until this socket or one of the others is readable, at most `timeout_s` seconds.
         Raises LostError if one of them is closed.
         """
-        sockets = (self, *others)
         with contextlib.ExitStack() as used:
-            poll = select.poll()
-            for sock in sockets:
+            for sock in (self, *others):
                 used.enter_context(sock._use)
-                poll.register(sock._socket, select.POLLIN)
-                poll.register(sock._awake, select.POLLIN)
-            poll.poll(max(timeout_s, 0) * 1000)
-            if any(sock._use.over for sock in sockets):
-                raise LostError("the datagram socket was closed")
+            _poll(select.POLLIN, timeout_s, self, *others)
 
     def fileno(self) -> int:
         """Return the descriptor, for select and epoll. Only the thread that closes the socket may
@@ -222,18 +218,6 @@ class DatagramSocket:
         if self._use.end(lambda: os.eventfd_write(self._awake, 1)):
             self._socket.close()
             os.close(self._awake)
-
-    def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait for a poll event. Returns False after the timeout. Raises LostError if the socket is
-        closed.
-        """
-        poll = select.poll()
-        poll.register(self._socket, event)
-        poll.register(self._awake, select.POLLIN)
-        ready = poll.poll(max(timeout_s, 0) * 1000)
-        if self._use.over:
-            raise LostError("the datagram socket was closed")
-        return bool(ready)
 
     def _read(
         self, nbytes: int, ancillary: list[tuple[int, int, bytes]], flags: int, source: Address
@@ -267,7 +251,7 @@ class DatagramSocket:
                 self._socket.sendmsg([part], control, socket.MSG_DONTWAIT, to)
                 return True
             except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
+                if not _poll(select.POLLOUT, deadline - time.monotonic(), self):
                     raise DeadlineError(
                         f"cannot send datagrams to {to[0]}:{to[1]}: the send buffer of"
                         f" {self.send_nbytes} bytes has been full for {SEND_S:.0f} s"
@@ -363,6 +347,20 @@ class DatagramSocket:
             self._report(
                 f"datagrams: the kernel does not coalesce received packets ({error.strerror})"
             )
+
+
+def _poll(event: int, timeout_s: float, *sockets: DatagramSocket) -> bool:
+    """Wait for a poll event of any of the sockets. Returns False after the timeout. Raises
+    LostError if a socket is closed.
+    """
+    poll = select.poll()
+    for sock in sockets:
+        poll.register(sock._socket, event)
+        poll.register(sock._awake, select.POLLIN)
+    ready = poll.poll(max(timeout_s, 0) * 1000)
+    if any(sock._use.over for sock in sockets):
+        raise LostError("the datagram socket was closed")
+    return bool(ready)
 
 
 def _resolved(address: Address, family: int) -> tuple[int, Address]:
