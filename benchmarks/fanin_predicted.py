@@ -198,16 +198,16 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Measure (seconds of a forward, seconds of a backward that recomputes each layer)."""
+    """Measure (processor seconds of a forward, seconds of a backward that recomputes each layer)."""
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
     for number in range(times):
-        begin = time.perf_counter()
+        begin = time.process_time()
         loss = loss_of(model, number)
-        middle = time.perf_counter()
+        middle = time.process_time()
         loss.backward()
-        took.append((middle - begin, time.perf_counter() - middle))
+        took.append((middle - begin, time.process_time() - middle))
         model.zero_grad(set_to_none=True)
     torch.set_num_threads(threads)
     forward, backward = (min(part) for part in zip(*took, strict=True))

@@ -141,10 +141,9 @@ class FanInCosts:
         uses = [(card[0], group.card), (card[1], group.card * beat)]
         uses += [*_times(links[0], once), *_times(links[1], once * beat)]
         uses += zip(server, (once, once * beat))
-        ends = [(group.site, group.card, group.at_server(once=False))]
-        ends += [] if group.server is None else [(group.server, once, 1.0)]
-        for end, weight, times in ends:
-            if end.host.packet_rate:
+        workers = group.at_server(once=False)
+        for end, weight, times in ((group.site, group.card, workers), (group.server, once, 1.0)):
+            if end is not None and end.host.packet_rate:
                 count = weight / self.switches.packet_nbytes
                 uses += handling(end.packets, count, group.machine, times)
         return uses + group.touched(group.card)

@@ -143,8 +143,7 @@ class Scene:
         self.engine = engine
         self.switches: dict[str, Resource] = {}  # resources of all switches that sum, by name
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
-        every = cluster.processors
-        self.machine = engine.resource("processors", every) if every else None
+        self.machine = engine.resource("processors", n) if (n := cluster.processors) else None
         self.server: Site | None = None
         if self.served:
             node = cluster.spares[0].combined

@@ -120,9 +120,8 @@ class SwitchResources:
                 self.down += [(into, float(copies > 0)), (out, float(copies))]
             if switch.packet_rate:
                 handled = resource(f"{name} packets", switch.packet_rate)
-                summed = (children + 1) / self.packet_nbytes
                 copied = (copies + 1) / self.packet_nbytes if copies else 0.0
-                self.up += handling(handled, summed, machine)
+                self.up += handling(handled, (children + 1) / self.packet_nbytes, machine)
                 self.down += handling(handled, copied, machine)
 
     def on_wire(self, nbytes: float) -> float:
@@ -224,13 +223,8 @@ class FlowGroup:
         return self.server_share * (1.0 if once else float(self.hosts))
 
     @property
-    def cores(self) -> Resource | None:
-        """The CPUs that computing and updates share."""
-        return self.site.cores or self.machine
-
-    @property
     def computing(self) -> float:
-        """The number of hosts whose computing takes time of `cores`."""
+        """The number of hosts whose computing takes time of the same CPUs."""
         return self.at_server(once=False) if self.machine else 1.0
 
     def inside(self, weight: float) -> Uses:

@@ -163,7 +163,7 @@ class SimulatedStage:
             for resource, weight in cost.uses:
                 used[resource] += cost.work * weight * times
         device = self.passes * self.pass_s
-        if (cores := fabric.group.cores) is not None:
+        if (cores := fabric.site.cores or fabric.group.machine) is not None:
             used[cores] += device * fabric.group.computing
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
@@ -256,7 +256,7 @@ class SimulatedStage:
     def _compute(self, seconds: float, then: Then) -> None:
         assert self.run is not None
         group, cost = self.fabric.group, Cost(seconds, max_rate=1.0)
-        if (cores := group.cores) is not None:
+        if (cores := group.site.cores or group.machine) is not None:
             # work is in the unit of updates, so that computing and updates get equal shares of the
             # CPUs
             rate = group.site.updates.capacity

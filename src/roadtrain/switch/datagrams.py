@@ -22,18 +22,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from roadtrain.errors import ConfigError, DeadlineError, LostError
+from roadtrain.retry import undone_on_error
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address
 
 # Linux constants that the socket module lacks
 UDP_SEGMENT, UDP_GRO = 103, 104
-IP_MTU_DISCOVER, IP_PMTUDISC_DO, IP_MTU = 10, 2, 14
-IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
+IP_PMTUDISC_DO = 2
+# by family: level and names of the options MTU_DISCOVER and MTU
+PATH_MTU = {
+    socket.AF_INET: (socket.IPPROTO_IP, 10, 14),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24),
+}
 SO_SNDBUFFORCE, SO_RCVBUFFORCE, SO_RXQ_OVFL = 32, 33, 40
 
 MOST_SEGMENTS = 64  # packets of one call that the kernel can split
@@ -65,32 +70,20 @@ class _Use:
     """
 
     def __init__(self) -> None:
-        self._lock, self._users, self.over = threading.Lock(), 0, False
-        self._changed = threading.Condition(self._lock)
+        self._lock, self.users, self.over = threading.Lock(), 0, False
+        self.changed = threading.Condition(self._lock)
 
     def __enter__(self) -> None:
         with self._lock:
             if self.over:
                 raise LostError("the datagram socket was closed")
-            self._users += 1
+            self.users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._users -= 1
+            self.users -= 1
             if self.over:
-                self._changed.notify_all()
-
-    def end(self, wake: Callable[[], None]) -> bool:
-        """Call `wake`, and wait until no call uses the descriptors. Returns False if another call
-        of `end` came first.
-        """
-        with self._lock:
-            if self.over:
-                return False
-            self.over = True
-            wake()
-            self._changed.wait_for(lambda: self._users == 0)
-        return True
+                self.changed.notify_all()
 
 
 class DatagramSocket:
@@ -128,22 +121,19 @@ class DatagramSocket:
         # updated when a later datagram is received. A coalesced run counts as one datagram.
         self.drops = 0
         self.unsent = 0  # packets that the kernel refused to send
-        try:
-            self._bind(where, group)
-            self.receive_nbytes = self._room("receive", SO_RCVBUFFORCE, receive_nbytes)
-            self.send_nbytes = self._room("send", SO_SNDBUFFORCE, send_nbytes)
-            self._prepare()
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"cannot open a UDP socket at {address[0]}:{address[1]}"
-                + (f", group {group[0]}:{group[1]}" if group else "")
-                + f": {error.strerror or error}",
-                hint="use an address of this host and a free port",
-            ) from error
-        except BaseException:
-            self.close()
-            raise
+        with undone_on_error(self.close):
+            try:
+                self._bind(where, group)
+                self.receive_nbytes = self._room("receive", SO_RCVBUFFORCE, receive_nbytes)
+                self.send_nbytes = self._room("send", SO_SNDBUFFORCE, send_nbytes)
+                self._prepare()
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot open a UDP socket at {address[0]}:{address[1]}"
+                    + (f", group {group[0]}:{group[1]}" if group else "")
+                    + f": {error.strerror or error}",
+                    hint="use an address of this host and a free port",
+                ) from error
         self.address: Address = _named(self._socket.getsockname())
 
     def send(self, buffer: memoryview | np.ndarray, segment: int, to: Address) -> None:
@@ -215,9 +205,15 @@ class DatagramSocket:
 
     def close(self) -> None:
         """Close the socket and wake threads that send or receive. Idempotent, thread-safe."""
-        if self._use.end(lambda: os.eventfd_write(self._awake, 1)):
-            self._socket.close()
-            os.close(self._awake)
+        use = self._use
+        with use.changed:
+            if use.over:
+                return
+            use.over = True
+            os.eventfd_write(self._awake, 1)
+            use.changed.wait_for(lambda: use.users == 0)
+        self._socket.close()
+        os.close(self._awake)
 
     def _read(
         self, nbytes: int, ancillary: list[tuple[int, int, bytes]], flags: int, source: Address
@@ -287,9 +283,8 @@ class DatagramSocket:
         with socket.socket(self._family, socket.SOCK_DGRAM) as probe:
             probe.bind((self.address[0], 0))
             probe.connect(to)
-            if self._family == socket.AF_INET:
-                return probe.getsockopt(socket.IPPROTO_IP, IP_MTU)
-            return probe.getsockopt(socket.IPPROTO_IPV6, IPV6_MTU)
+            level, _, mtu = PATH_MTU[self._family]
+            return probe.getsockopt(level, mtu)
 
     def _bind(self, where: Address, group: Address | None) -> None:
         if group is None:
@@ -336,10 +331,8 @@ class DatagramSocket:
 
     def _prepare(self) -> None:
         sock = self._socket
-        if self._family == socket.AF_INET:
-            sock.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
-        else:
-            sock.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER, IP_PMTUDISC_DO)
+        level, discover, _ = PATH_MTU[self._family]
+        sock.setsockopt(level, discover, IP_PMTUDISC_DO)
         sock.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
         try:
             sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
