@@ -198,7 +198,7 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Measure (processor seconds of a forward, seconds of a backward that recomputes each layer)."""
+    """Measure processor seconds: (of a forward, of a backward that recomputes each layer)."""
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
