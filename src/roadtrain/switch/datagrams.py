@@ -35,7 +35,7 @@ from roadtrain.transport.tcp import Address
 UDP_SEGMENT, UDP_GRO = 103, 104
 IP_PMTUDISC_DO = 2
 # by family: level and names of the options MTU_DISCOVER and MTU
-PATH_MTU = {
+PATH_MTU: Mapping[int, tuple[int, int, int]] = {
     socket.AF_INET: (socket.IPPROTO_IP, 10, 14),
     socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24),
 }
