@@ -6,7 +6,7 @@ is compared with the same server over TCP without switches, and with torch's all
     lab          4 and 8 workers below one switch
     loss         links that lose packets
     random       millions of random packets
-    rate         packets a second that a switch adds
+    rate         packets a second that a switch adds, and the processor time of a packet
     beats        heartbeats, and a stopped worker
     convergence  integers of 32, 16 and 8 bits
     tree         8 workers in two racks
@@ -45,18 +45,22 @@ def _of_lab(name: str) -> Callable[[Bench], Iterable[Row]]:
     return lambda bench: importlib.import_module(f"benchmarks.fanin.{name}").rows(bench)
 
 
+def _rate(bench: Bench) -> Iterable[Row]:
+    yield from _rows_of("rate", "xdp")(bench)
+    module = importlib.import_module("benchmarks.fanin.processors")
+    yield from module.rows(bench.spec(computes=False))
+
+
 ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "model": _rows_of("model"),
     "lab": one_switch,
     "loss": _of_lab("loss"),
     "random": _rows_of("random"),
-    "rate": _rows_of("rate", "xdp"),
+    "rate": _rate,
     "beats": _of_lab("beats"),
     "convergence": _rows_of("convergence"),
     "tree": tree,
-    "predicted": lambda bench: importlib.import_module("benchmarks.fanin.predicted").rows(
-        case for case in bench.cases if case.scene.loss is None
-    ),
+    "predicted": _of_lab("predicted"),
 }
 
 

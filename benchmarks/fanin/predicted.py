@@ -2,16 +2,15 @@
 link.
 
 The inputs are the rates of the links, sizes, and three measurements on this machine: the seconds of
-one worker alone, the updates of one server alone, and the time that packets take over loopback. If
-W workers share C < W processors, each computes at C / W of its speed alone. A step takes at least
-the processor time of all its work, divided by the number of processors. No constant is fitted to a
-measurement of the lab.
+a model that one process computes, the updates of one server, and the processor time of a packet in
+a lab with one worker (fanin_processors.py). In the simulated cluster, as in the lab, all hosts
+share this machine's processors. No constant is fitted to a step of several workers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -19,16 +18,14 @@ from typing import Any, cast
 import torch
 
 from benchmarks.common.report import Row, cores
-from benchmarks.fanin.lab import FAST, FRAME, RATE, SPINE, Scene
-from benchmarks.fanin.processors import FREE, PacketSeconds, lab_seconds, packet_seconds
-from benchmarks.fanin.transfer import Case
+from benchmarks.fanin.lab import FAST, RATE, SPINE, Scene
+from benchmarks.fanin.processors import PacketSeconds, packet_seconds, updates_here
+from benchmarks.fanin.transfer import Bench, Case
 from benchmarks.fanin.worker import CHUNK, DTYPES, WorkerSpec, losses_of
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan_file import ElementBytes, Plan, PlanMemory, SwitchPackets, placement
-from roadtrain.planner.probe import processors
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.fabric import UPDATE_BYTES
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.switch.options import Wire
@@ -60,8 +57,7 @@ class ModelSizes:
 class Prediction:
     """Prediction of one step of a run in its steady state, after the first steps."""
 
-    seconds: float  # the greater of the simulated time and `processors`
-    processors: float  # processor seconds of a step, over the number of processors
+    seconds: float
     # Whole frames, by (link name of benchmarks/fanin/lab.py, direction): ("node", "sent")
     bytes: dict[tuple[str, str], float]
     result: Result
@@ -76,7 +72,7 @@ def predict(
     wire: Wire = "int32",
     staleness: int = 1,
     updates: float = 6e9,
-    costs: PacketSeconds = FREE,
+    costs: PacketSeconds | None = None,
 ) -> Prediction:
     """Predict a step.
 
@@ -85,50 +81,53 @@ def predict(
         rate: bytes/s of each link, counted in whole frames
         updates: rate of the server's updates in bytes/s; an update reads and writes 28 bytes a
             parameter
-        costs: processor seconds of a packet on this machine
+        costs: processor seconds of a packet on this machine; None: each host has processors of
+            its own, which are no limit
 
     Raises:
         ConfigError: no cluster or plan can be built from the arguments
     """
-    cluster = lab_cluster(workers, racks, rate, updates)
+    cluster = lab_cluster(workers, racks, rate, updates, costs)
     plan = lab_plan(workers, sizes, wire, staleness)
-    slower = max(1.0, workers / cores())
     constants = Constants(
         network=1.0,
         backward=sizes.backward_s / sizes.forward_s if sizes.forward_s else 2.0,
-        table={("layer", 1): max(sizes.forward_s * slower, 1e-9), ("rest", 1): 1e-9},
+        table={("layer", 1): max(sizes.forward_s, 1e-9), ("rest", 1): 1e-9},
         source="one worker alone on this machine",
     )
     result = simulate(plan, cluster, model_of(sizes), constants, checked=False)
-    nbytes = link_bytes(result, racks)
-    up, down = (nbytes["w0", way] / FRAME for way in ("sent", "received"))
-    computed = workers * sizes.layers * (sizes.forward_s + sizes.backward_s)
-    updated = sizes.elements * UPDATE_BYTES / updates
-    busy = (lab_seconds(workers, racks, up, down, costs) + computed + updated) / cores()
-    return Prediction(max(result.seconds, busy), busy, nbytes, result)
+    return Prediction(result.seconds, link_bytes(result, racks), result)
 
 
-def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
+def lab_cluster(
+    workers: int, racks: int, rate: float, updates: float, costs: PacketSeconds | None = None
+) -> Cluster:
     """Describe the lab as a cluster with workers in racks, switches that multicast, and one
-    server.
+    server. With `costs`, all of them share this machine's processors.
     """
     at = [SPINE] if racks == 1 else [f"rack{r}" for r in range(racks)]
 
-    def host(name: str, count: int, switch: str) -> dict[str, Any]:
+    def packet_rate(role: str) -> float:
+        return 1 / getattr(costs, role) if costs else 0
+
+    def host(name: str, count: int, switch: str, role: str) -> dict[str, Any]:
         nic = {"rate": rate_text(rate), "latency": LATENCY, "switch": switch}
         memory = {"memory": "64GB", "memory_rate": "10GB/s", "updates": rate_text(updates)}
-        return {"name": name, "count": count, "nics": [nic], **memory}
+        more = {"packet_rate": packet_rate(role), **memory}
+        return {"name": name, "count": count, "nics": [nic], **more}
 
     device = {"kind": "lab", "flops": "1TFLOP/s", "memory": "64GB", "copy": "10GB/s"}
     hosts = [
-        {**host(f"workers of {switch}", workers // racks, switch), "device": device}
+        {**host(f"workers of {switch}", workers // racks, switch, "worker"), "device": device}
         for switch in at
     ]
-    fast = {"sums": True, "multicasts": True, "rate": rate_text(FAST)}
+    rates = {"rate": rate_text(FAST), "packet_rate": packet_rate("switch")}
+    fast = {"sums": True, "multicasts": True, **rates}
     switches = [{"name": name, **fast} for name in dict.fromkeys([SPINE, *at])]
     links = [{"between": [name, SPINE], "rate": rate_text(rate)} for name in at if name != SPINE]
-    tree = {"hosts": [*hosts, host("node", 1, SPINE)], "switches": switches, "links": links}
-    return make_cluster({"name": "lab", **tree})
+    node = host("node", 1, SPINE, "server")
+    tree = {"hosts": [*hosts, node], "switches": switches, "links": links}
+    return make_cluster({"name": "lab", "processors": cores() if costs else 0, **tree})
 
 
 def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Plan:
@@ -199,36 +198,33 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Measure (seconds of a forward, seconds of a backward that recomputes each layer)."""
+    """Measure processor seconds: (of a forward, of a backward that recomputes each layer)."""
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
     for number in range(times):
-        begin = time.perf_counter()
+        begin = time.process_time()
         loss = loss_of(model, number)
-        middle = time.perf_counter()
+        middle = time.process_time()
         loss.backward()
-        took.append((middle - begin, time.perf_counter() - middle))
+        took.append((middle - begin, time.process_time() - middle))
         model.zero_grad(set_to_none=True)
     torch.set_num_threads(threads)
     forward, backward = (min(part) for part in zip(*took, strict=True))
     return forward, backward + forward
 
 
-@cache
-def updates_here() -> float:
-    """Measure the bytes/s that updates by one thread on this machine read and write."""
-    return processors(1)["updates"]
+def rows(bench: Bench) -> Iterator[Row]:
+    """Compare predictions with the measurements of those cases that used switches and lost no
+    packets.
+    """
+    costs = packet_seconds(bench.spec(computes=False))
+    for case in bench.cases:
+        if case.wire is not None and case.scene.loss is None:
+            yield from compared(case, costs)
 
 
-def rows(cases: Iterable[Case]) -> Iterator[Row]:
-    """Compare predictions with the measurements of those cases that used switches."""
-    for case in cases:
-        if case.wire is not None:
-            yield from compared(case)
-
-
-def compared(case: Case) -> Iterator[Row]:
+def compared(case: Case, costs: PacketSeconds) -> Iterator[Row]:
     """Compare the predicted seconds of a step and the predicted bytes with the measurement. Of the
     links, the row has the one with the largest error.
     """
@@ -242,7 +238,7 @@ def compared(case: Case) -> Iterator[Row]:
         wire=cast(Wire, case.wire),
         staleness=case.spec.staleness,
         updates=updates_here(),
-        costs=packet_seconds(),
+        costs=costs,
     )
     measured = case.measured
     yield _row(case.name, "a step", "s", prediction.seconds, measured.seconds)

@@ -29,11 +29,11 @@ from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
 from roadtrain.transport.tcp import Address
 
 RUN = 264  # packets made at once: six system calls of 64 KB each
-GATHERED = 264  # bulk packets that a port handles at once
+GATHERED = 528  # bulk packets that a port handles at once
 LOSS_S = 0.1  # timeout for progress, then packets are resent; doubles with each resend
 MOST_LOSS_S = 2.0
-HOLD_S = 0.008  # longest time that packets wait in the kernel, to be handled together
-FEW = 8  # if fewer packets arrive in HOLD_S, each packet is handled immediately
+HOLD_S = 0.016  # longest time that packets wait in the kernel, to be handled together
+FEW = 16  # if fewer packets arrive in HOLD_S, each packet is handled immediately
 BUSY_S = 0.01  # interval between two heartbeats while packets arrive
 # Send buffer of a socket. It must be smaller than the host's queue for its network device, which
 # silently drops packets when it is full; a full send buffer makes the sender wait instead.

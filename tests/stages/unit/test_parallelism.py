@@ -35,12 +35,6 @@ def test_the_papers_groups() -> None:
         return [{rank + 1 for rank in group} for group in groups]
 
     assert printed(parallelism.tensor_groups()) == [{i, i + 1} for i in range(1, 16, 2)]
-    assert printed(parallelism.pipeline_groups()) == [
-        {1, 5, 9, 13},
-        {2, 6, 10, 14},
-        {3, 7, 11, 15},
-        {4, 8, 12, 16},
-    ]
     assert printed(parallelism.data_groups()) == [
         {1, 3},
         {2, 4},
@@ -60,7 +54,6 @@ def test_each_family_has_every_device_once(dp: int, tp: int, pp: int, cp: int, e
     parallelism = Parallelism(dp * ep, tp, pp, cp=cp, ep=ep)
     for groups in (
         parallelism.tensor_groups(),
-        parallelism.pipeline_groups(),
         parallelism.data_groups(),
     ):
         assert sorted(rank for group in groups for rank in group) == list(
