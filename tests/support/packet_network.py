@@ -20,11 +20,11 @@ from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, NumberedRecei
 from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
 from roadtrain.switch.protocol.timed_sender import TimedSender
 from roadtrain.switch.streams import RUN, SEND_NBYTES, BeatClock
+from roadtrain.switch.switch_job import BEAT_S, IDLE_S
 
 FRAME = PACKET_NBYTES + 42  # bytes of a packet on a link
 BEAT_NBYTES = 150
 POLL_S = 0.008  # hosts handle packets that came within this time together
-SWITCH_S = 0.004  # interval between two merged heartbeats
 QUEUE_NBYTES = 1 << 19
 
 
@@ -96,7 +96,8 @@ class Host:
         self.came: list[int] = []
         self.heard: list[Heartbeat] = []
         self.got: dict[int, Any] = {}
-        self.waking = float("inf")
+        self.arrived_s = 0.0  # when the last new packet was handled
+        self.blocked = False  # whether `pump` is called when the send buffer has room
         self.send: Callable[[int], None]
         self.beat: Callable[[Heartbeat], None]
         self.clock.after(net.random.uniform(0, POLL_S), self.poll)
@@ -109,7 +110,7 @@ class Host:
         for number, data in self.came:
             if self.receiver.accept(number):
                 assert number not in self.got
-                self.got[number] = data
+                self.got[number], self.arrived_s = data, self.clock.now
         self.beats.received(len(self.came))
         self.came = []
         if self.beats.due(self.clock.now + 1.0):
@@ -117,33 +118,28 @@ class Host:
         for beat in self.heard:
             self.sender.heartbeat(beat, self.clock.now)
         self.heard = []
-        self.pump()
+        if not self.blocked:
+            self.pump()
 
     def may_send(self, below: int) -> None:
         self.sender.numbers.may_send(below)
-        self.pump()
+        if not self.blocked:
+            self.pump()
 
     def pump(self) -> None:
+        """Send what may be sent, as long as the send buffer has room."""
+        self.blocked = False
         if self.paused(self.clock.now):
             return
-        over = self.out.backlog - SEND_NBYTES
-        if over > 0:
-            self.wake(over / self.out.rate + 1e-6)
-            return
-        while numbers := self.sender.next_numbers(RUN, self.clock.now):
+        while self.out.backlog <= SEND_NBYTES:
+            numbers = self.sender.next_numbers(RUN, self.clock.now)
             self.net.most_flight = max(self.net.most_flight, self.sender.numbers.in_flight)
             for number in numbers:
                 self.send(number)
-            if self.out.backlog > SEND_NBYTES:
-                break
-        self.wake(self.sender.wait_s(self.clock.now) + 1e-6)
-
-    def wake(self, in_s: float) -> None:
-        at = self.clock.now + in_s
-        if at < self.waking or self.waking <= self.clock.now:
-            self.waking = at
-            if in_s < 1e9:
-                self.clock.after(in_s, self.pump)
+            if not numbers:
+                return
+        self.blocked = True
+        self.clock.after((self.out.backlog - SEND_NBYTES) / self.out.rate + 1e-6, self.pump)
 
 
 class Network:
@@ -155,19 +151,19 @@ class Network:
         window: int = 2048,
         delay_s: float = 50e-6,
         seed: int = 0,
-        skew_s: float = 0.0,
+        queue: float = QUEUE_NBYTES,
         **faults: Any,
     ) -> None:
         self.clock, self.random, self.window = Clock(), random.Random(seed), window
         self.most_flight = 0
 
-        def wire(to_rate: float = rate, **others: Any) -> Wire:
-            return Wire(self.clock, self.random, to_rate, delay_s, **others)
+        def wire(queue: float = queue) -> Wire:
+            return Wire(self.clock, self.random, rate, delay_s, queue, **faults)
 
         self.table = SwitchStateMachine(window, workers)
-        self.up = [wire(queue=1e9, **faults) for _ in range(workers)]
-        self.down = [wire(**faults) for _ in range(workers)]
-        self.to_node, self.from_node = wire(**faults), wire(queue=1e9, **faults)
+        self.up = [wire(1e9) for _ in range(workers)]
+        self.down = [wire() for _ in range(workers)]
+        self.to_node, self.from_node = wire(), wire(1e9)
         self.node = Host(self)
         self.node.out = self.from_node
         self.node.send = lambda n: self.from_node.send(FRAME, lambda: self._copy(n))
@@ -181,8 +177,8 @@ class Network:
             host.beat = lambda b, w=w: self.up[w].send(
                 BEAT_NBYTES, lambda: self._beat_up(w, b), False
             )
-        self._merged, self._sent = NOTHING, NOTHING
-        self.clock.after(SWITCH_S, self._tick)
+        self._merged, self._sent, self._sent_s = NOTHING, NOTHING, 0.0
+        self.clock.after(BEAT_S, self._tick)
 
     def _sum(self, worker: int, number: int) -> None:
         out = self.table.packet(Packet(number, data_of(worker, number), operator.add, worker))
@@ -202,29 +198,30 @@ class Network:
         self._merged = self.table.child_beat(worker, beat) or self._merged
 
     def _tick(self) -> None:
-        self.clock.after(SWITCH_S, self._tick)
-        if (beat := self._merged) != self._sent:
-            self._sent = beat
+        self.clock.after(BEAT_S, self._tick)
+        beat, idle = self._merged, self.clock.now - self._sent_s >= IDLE_S
+        if beat != self._sent or idle and beat != NOTHING:
+            self._sent, self._sent_s = beat, self.clock.now
             self.to_node.send(BEAT_NBYTES, lambda: self.node.heard.append(beat), False)
 
     def run(self, up: int, down: int, most_s: float = 600.0) -> float:
-        """Send numbers in both directions until all are acknowledged. Returns the seconds."""
-        for worker in self.workers:
-            self.clock.after(self.random.uniform(0, 1e-3), lambda w=worker: w.may_send(up))
-        self.clock.after(0.0, lambda: self.node.may_send(down))
-        hosts = [self.node, *self.workers]
-        self.clock.run(
-            lambda: (
-                all(host.sender.numbers.idle for host in hosts)
-                and self.node.sender.numbers.ready == down
-                and self.workers[0].sender.numbers.ready == up
-            ),
-            most_s,
-        )
+        """Send numbers in both directions until all are acknowledged, after a few that only measure
+        the round trip. Returns the seconds until the last one arrived.
+        """
+        began = [self._send(number, number, most_s) for number in (1, 2, 3)][-1]
+        arrived = self._send(up, down, most_s)
         right = {n: sum(data_of(w, n) for w in range(len(self.workers))) for n in range(up)}
         assert self.node.got == right
-        assert all(set(w.got) == set(range(down)) for w in self.workers)
-        return self.clock.now
+        assert all(worker.got == {n: n for n in range(down)} for worker in self.workers)
+        return arrived - began
+
+    def _send(self, up: int, down: int, most_s: float) -> float:
+        for worker in self.workers:
+            worker.may_send(up)
+        self.node.may_send(down)
+        hosts = [self.node, *self.workers]
+        self.clock.run(lambda: all(host.sender.numbers.idle for host in hosts), most_s)
+        return max(host.arrived_s for host in hosts)
 
 
 def data_of(worker: int, number: int) -> int:

