@@ -28,7 +28,7 @@ from roadtrain.switch.streams import (
 from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.switch.switch_job import SwitchJob
 from roadtrain.switch.switch_table import SwitchTable
-from tests.lab.host_thread import HostThread
+from tests.support.host_thread import HostThread
 
 NONCE, JOB = b"nonce of a lab's test", 5
 KEY = PacketKey.derive(b"token of a lab's test", NONCE)
