@@ -3,7 +3,6 @@ packet loop, in threads of this process whose sockets are on hosts of the lab. T
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -13,8 +12,8 @@ import numpy as np
 from roadtrain.lab import LabHost, LabNic, Network
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.packet_loop import PacketLoop
+from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import NumberedReceiver
 from roadtrain.switch.streams import (
     SEND_NBYTES,

@@ -12,7 +12,7 @@ import itertools
 import operator
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from roadtrain.switch.packets import PACKET_NBYTES
@@ -74,7 +74,7 @@ class Wire:
             return
         self.free_s = free_s + nbytes / self.rate
         in_s = self.free_s - now + self.delay_s
-        if self.loss and chance() < self.loss or self.cut and self.cut(now):
+        if (self.loss and chance() < self.loss) or (self.cut and self.cut(now)):
             return
         self.nbytes += nbytes if bulk else 0
         if self.late_s and chance() < 0.1:
@@ -200,7 +200,7 @@ class Network:
     def _tick(self) -> None:
         self.clock.after(BEAT_S, self._tick)
         beat, idle = self._merged, self.clock.now - self._sent_s >= IDLE_S
-        if beat != self._sent or idle and beat != NOTHING:
+        if beat != self._sent or (idle and beat != NOTHING):
             self._sent, self._sent_s = beat, self.clock.now
             self.to_node.send(BEAT_NBYTES, lambda: self.node.heard.append(beat), False)
 

@@ -300,9 +300,7 @@ class FanInEnd(IntermediarySession):
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
         port = self._ports[switch.address]
-        worker.say(
-            switch_frames.FAN_IN, (self._job, child, port, group), self._nonce
-        )
+        worker.say(switch_frames.FAN_IN, (self._job, child, port, group), self._nonce)
         if self._trial is not None:
             self._trial.invite(rank, time.monotonic())
 

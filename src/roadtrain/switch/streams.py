@@ -33,8 +33,9 @@ RUN = 264  # packets made at once: six system calls of 64 KB each
 GATHERED = 264  # bulk packets that a port handles at once
 HOLD_S = 0.008  # longest time that packets wait in the kernel, to be handled together
 FEW = 8  # if fewer packets arrive in HOLD_S, each packet is handled immediately
-# Send buffer of a socket. It must be smaller than the host's queue for its network device, which
-# silently drops packets when it is full; a full send buffer makes the sender wait instead.
+# Send buffer of a socket; the kernel takes twice as many bytes. It must be smaller than the host's
+# queue for its network device, which silently drops packets when it is full (the queues of the lab
+# have 256 KiB and more); a full send buffer makes the sender wait instead.
 SEND_NBYTES = 1 << 17
 IDLE_S = 0.5  # interval between two heartbeats while no packets arrive
 END_S = 5.0  # timeout for a thread to end
@@ -157,7 +158,9 @@ class PacketSender:
     def _work(self) -> None:
         try:
             while (numbers := self._next()) is not None:
-                self._send(numbers)
+                if filled := self._fill(numbers.start, len(numbers), self._staging):
+                    run = self._staging[: filled * PACKET_NBYTES]
+                    self._socket.send(run, PACKET_NBYTES, self.to)
         except BaseException as error:
             if not self._over:
                 self._failed(error)
@@ -172,11 +175,6 @@ class PacketSender:
                 wait_s = self.machine.wait_s(now_s)
                 self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
         return None
-
-    def _send(self, numbers: range) -> None:
-        filled = self._fill(numbers.start, len(numbers), self._staging)
-        if filled:
-            self._socket.send(self._staging[: filled * PACKET_NBYTES], PACKET_NBYTES, self.to)
 
 
 class PacketPort:

@@ -133,10 +133,6 @@ class NumberedSender:
     def ack(self) -> int:
         return self.beat.ack
 
-    @property
-    def credit(self) -> int:
-        return self.beat.credit
-
     def may_send(self, below: int) -> None:
         """Allow packets with numbers less than `below` to be sent."""
         self.ready = max(self.ready, below)
@@ -147,7 +143,7 @@ class NumberedSender:
             numbers = self._take_lost(most)
             self.resends += len(numbers)
         else:
-            end = min(self.next + most, self.ready, self.credit + 1)
+            end = min(self.next + most, self.ready, self.beat.credit + 1)
             numbers = range(self.next, max(self.next, end))
             self.next = numbers.stop
         self.sent += len(numbers)
@@ -194,7 +190,7 @@ class NumberedSender:
     def check(self) -> None:
         """Assert every invariant."""
         assert self.ack <= self.judged <= self.next <= max(self.ready, self.ack)
-        assert self.next <= self.credit + 1 and self.beat.end <= self.next
+        assert self.next <= self.beat.credit + 1 and self.beat.end <= self.next
         missing = self._missing(self.judged)
         assert self.lost & ~missing == 0
         for number in self.resent:

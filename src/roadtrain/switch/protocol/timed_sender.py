@@ -1,5 +1,5 @@
-"""The timer and the window of a sender of numbered packets. No clock, no I/O: callers pass the time,
-in seconds of any monotonic clock.
+"""The timer and the window of a sender of numbered packets. No clock, no I/O: callers pass the
+time, in seconds of any monotonic clock.
 
     timer     RFC 6298: SRTT and RTTVAR from one sample per round trip, never of a resent number
               (Karn's rule); doubles with each timeout until the next sample
@@ -15,8 +15,8 @@ only delays numbers that the credit allows, and a resent packet has the same byt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
 
@@ -41,7 +41,7 @@ class RetransmissionTimer:
 
     def __init__(self) -> None:
         self._srtt_s = self._rttvar_s = 0.0  # no sample if 0
-        self._doublings = 0
+        self.doublings = 0  # timeouts since the last sample
 
     def sample(self, rtt_s: float) -> None:
         """Process the round trip of a number that was sent once."""
@@ -50,20 +50,16 @@ class RetransmissionTimer:
             self._srtt_s += (rtt_s - self._srtt_s) / 8
         else:
             self._srtt_s, self._rttvar_s = rtt_s, rtt_s / 2
-        self._doublings = 0
-
-    def back_off(self) -> None:
-        self._doublings += 1
+        self.doublings = 0
 
     def timeout_s(self, least_s: float = LEAST_TIMEOUT_S) -> float:
         """Return SRTT + max(G, 4 RTTVAR) seconds, at least `least_s`. G is BEAT_S."""
         estimated_s = self._srtt_s + max(BEAT_S, 4 * self._rttvar_s)
         timeout_s = max(estimated_s, least_s) if self._srtt_s else FIRST_TIMEOUT_S
-        return min(timeout_s * 2**self._doublings, MOST_TIMEOUT_S)
+        return min(timeout_s * 2**self.doublings, MOST_TIMEOUT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedNumber:
+class TimedNumber(NamedTuple):
     """The number in flight whose round trip is measured."""
 
     number: int
@@ -144,7 +140,7 @@ class TimedSender:
         if self._expired == 1:
             return self.numbers.probe()
         self.numbers.silent()
-        self.timer.back_off()
+        self.timer.doublings += 1
         self._rates = 0.0, 0.0
         return range(0)
 
