@@ -115,6 +115,11 @@ class FanInLink:
         self._begun.set()
         self._caller.start()
 
+    @property
+    def strangers(self) -> int:
+        """Number of packets that were dropped because they lacked the job's authentication tag."""
+        return self._member.port.strangers if self._member is not None else 0
+
     # the Link
 
     def send(

@@ -495,4 +495,4 @@ def test_a_stranger_changes_nothing(scene: Any) -> None:  # Rule 8
     it.hub.send(Kind.PARAMETERS, 2, 1, it.weights(2, 1))
     owner.until(lambda: owner.pulled == [ticket])
     assert owner.into[ticket] == it.weights(2, 1).tobytes()
-    assert owner.link._member.port.strangers == 1
+    assert owner.link.strangers == 1
