@@ -3,7 +3,7 @@ link.
 
 The inputs are the rates of the links, sizes, and three measurements on this machine: the seconds of
 a model that one process computes, the updates of one server, and the processor time of a packet in
-a lab with one worker (fanin_processors.py). In the simulated cluster, as in the lab, all hosts
+a lab with one worker (processors.py). In the simulated cluster, as in the lab, all hosts
 share this machine's processors. No constant is fitted to a step of several workers.
 """
 

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.fanin_lab import FRAME, NODE, ROOT, Lab, Measured, Scene
-from benchmarks.fanin_worker import WorkerSpec
-from benchmarks.report import Row
+from benchmarks.common.report import Row
+from benchmarks.fanin.lab import FRAME, NODE, ROOT, Lab, Measured, Scene
+from benchmarks.fanin.worker import WorkerSpec
 from roadtrain.planner.probe import processors
 from roadtrain.simulator.fabric import UPDATE_BYTES
 

@@ -15,11 +15,10 @@ from roadtrain.config.plan_file import SwitchPackets
 from roadtrain.config.switch_tree import SwitchTree
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Resource, Uses
+from roadtrain.switch.protocol.timed_sender import BEAT_S
 
 # number of packets (64 KiB in total) that a switch on a machine receives before it forwards them
 BATCH = 44
-# the longest time between two heartbeats, which acknowledge packets, while packets arrive
-BEAT_S = 0.01
 
 
 class Site:

@@ -57,7 +57,6 @@ from roadtrain.switch.protocol.fan_in import (
     SendMaxima,
     Tick,
 )
-from roadtrain.switch.protocol.numbered import NOTHING
 from roadtrain.switch.registration import RESTART, JobTree, Registration
 from roadtrain.switch.streams import (
     SEND_NBYTES,
@@ -78,7 +77,6 @@ END_S = 10.0  # timeout for the threads to end
 UP_S = 60.0  # timeout for the link inside this process
 CHECK_S = 0.25  # interval between checks for stragglers
 STUCK_S = 1.0  # a round that makes no progress for longer counts as stuck
-DELAY_MS = 5  # participant n waits n * DELAY_MS longer before it resends
 
 
 class FanInConnection(ParameterConnection):
@@ -137,8 +135,6 @@ class FanInEnd(IntermediarySession):
         self._checked = time.monotonic()
         self._sent_silent = False  # whether the last PROGRESS to participants named a straggler
         self._apart = 0  # `machine.apart` at the last check
-        self._sender: PacketSender | None = None  # set once its destination is decided
-        self._beat = NOTHING  # the heartbeat that arrived before `_sender` was set
         self._job, self._nonce = secrets.randbits(32), secrets.token_bytes(16)
         self._key = PacketKey.derive(options.token, self._nonce)
         self._root = address_of(self.plan.root.address)
@@ -153,6 +149,13 @@ class FanInEnd(IntermediarySession):
         self._trial = trial.MulticastTrial(self.workers) if self._group else None
         self._incoming = Incoming(self.plan.window, self.plan.width, self.workers)
         self._outgoing = Outgoing(self._job, self._key)
+        self._sender = PacketSender(  # started once its destination is decided
+            self._socket,
+            self._root,
+            self._outgoing.fill,
+            self._failed,
+            name=f"send parameters {hello.session}",
+        )
         self._clock = BeatClock(self.plan.window)
         self.refused = 0  # packets with the job's tag that were not sent by the root
         self._port = PacketPort(
@@ -297,9 +300,7 @@ class FanInEnd(IntermediarySession):
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
         port = self._ports[switch.address]
-        worker.say(
-            switch_frames.FAN_IN, (self._job, child, port, DELAY_MS * rank, group), self._nonce
-        )
+        worker.say(switch_frames.FAN_IN, (self._job, child, port, group), self._nonce)
         if self._trial is not None:
             self._trial.invite(rank, time.monotonic())
 
@@ -329,17 +330,9 @@ class FanInEnd(IntermediarySession):
 
     def _send_to(self, to: Address) -> None:
         """Begin to send parameters to the address `to`. The caller holds `lock`."""
-        self._sender = sender = PacketSender(
-            self._socket,
-            to,
-            self._outgoing.fill,
-            self._failed,
-            name=f"send parameters {self.first.hello.session}",
-        )
-        sender.may_send(self._outgoing.end)
-        sender.heartbeat(self._beat)
+        self._sender.to = to
         if self.over is None:
-            sender.start()
+            self._sender.start()
 
     # packets, handled by the thread that receives them
 
@@ -371,16 +364,11 @@ class FanInEnd(IntermediarySession):
     def _beats(self, batch: Batch) -> None:
         for beat, header, _ in beats_of(self._of_root(batch)):
             self._lateness.heartbeat(int(header["a"]), int(header["b"]), time.monotonic())
-            with self.lock:
-                sender = self._sender
-                if sender is None:
-                    self._beat = beat if beat.ack == 0 else self._beat
-                    continue
-            self._outgoing.acknowledged(sender.heartbeat(beat))
+            self._outgoing.acknowledged(self._sender.heartbeat(beat))
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._ports and self._clock.due():
+        if self._ports and self._clock.due(now):
             beat = self._incoming.heartbeat()
             packet = beat_packet(self._key, self._job, Kind.GRADIENT_BEAT, beat)
             self._socket.send(packet, packet.size, self._to_root)
@@ -437,7 +425,7 @@ class FanInEnd(IntermediarySession):
         from now on. The caller holds `lock`.
         """
         sender = self._sender
-        if sender is None or sender.to != self._group or not sender.stuck:
+        if sender.to != self._group or not sender.machine.stuck:
             return False
         sender.to = self._to_root
         return True
@@ -479,9 +467,7 @@ class FanInEnd(IntermediarySession):
         self._go_out(OutgoingBytes(Kind.MAXIMA, chunk, round, maxima, action.first))
 
     def _go_out(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> None:
-        below = self._outgoing.add(carried, done)
-        if self._sender is not None:
-            self._sender.may_send(below)
+        self._sender.may_send(self._outgoing.add(carried, done))
 
     def _push(self, action: PushRound) -> None:
         chunk, view = self._chunks[action.chunk], self._sums[action.buffer].view
@@ -518,10 +504,9 @@ class FanInEnd(IntermediarySession):
 
     def _counters(self) -> str:
         with self.lock:
-            sender = self._sender
             stuck = self.machine.stuck(STUCK_S) if self._chunks else 0
-        sent, resent = (0, 0) if sender is None else (sender.machine.sent, sender.machine.resends)
-        received = self._incoming
+        numbers, received = self._sender.machine.numbers, self._incoming
+        sent, resent = numbers.sent, numbers.resends
         return ", ".join(
             [
                 f"fan-in of {self.workers} by {self.plan.root.address}: {sent:,} packets sent,"
@@ -552,10 +537,7 @@ class FanInEnd(IntermediarySession):
 
     def _close(self) -> None:
         """Close the UDP socket and the link to the server, after the session has ended."""
-        with self.lock:
-            sender = self._sender
-        if sender is not None:
-            sender.close()
+        self._sender.close()
         self._port.close()
         self._socket.close()
         if self._connected.is_set():

@@ -272,7 +272,6 @@ class FanInLink:
             self._fill,
             self._failed,
             name=f"send packets {self.peer}",
-            delay_s=fan_in.delay_ms / 1e3,
         )
         trial = time.monotonic() + TRIAL_S if fan_in.group else None
         port = PacketPort(
@@ -400,10 +399,11 @@ class FanInLink:
         member = self._member
         if member is None:
             return
-        if member.trial_until is not None and time.monotonic() > member.trial_until:
+        now = time.monotonic()
+        if member.trial_until is not None and now > member.trial_until:
             self._settle_trial(False)
         self._check_silent(member)
-        if self._clock.due():
+        if self._clock.due(now):
             packet = beat_packet(
                 member.key,
                 member.job,

@@ -22,7 +22,7 @@ from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.simulator.scene import Scene
 from roadtrain.stages.parallelism import Parallelism
-from roadtrain.switch import fixed_point, packets, streams
+from roadtrain.switch import fixed_point, packets
 from roadtrain.switch.datagrams import MOST_NBYTES
 from roadtrain.switch.protocol.fan_in import ALONE_S, FanInStateMachine, Grant
 from tests.support.plans import WHOLE, lump, racks, traffic
@@ -212,7 +212,6 @@ def test_packets_are_those_of_the_runtime() -> None:
     assert plan.payload == packets.PAYLOAD_NBYTES and plan.block == packets.BLOCK
     assert plan.overhead == packets.HEADER_NBYTES + 8 + 20 + 14
     assert MOST_NBYTES[socket.AF_INET] // packets.PACKET_NBYTES == site.BATCH
-    assert site.BEAT_S == streams.BUSY_S
 
 
 @pytest.mark.parametrize("elements", [1, 351, 352, 353, 1408 * 352, 1408 * 352 + 1, 1 << 20])

@@ -200,39 +200,29 @@ def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
         assert sender.resends == 0 and sender.sent == count
 
 
-def test_silence_sends_a_few_again_and_twice_as_many_each_time() -> None:
-    """Who waits for a slow receiver fills no link with repetitions; what is lost altogether still
-    goes again, in a few rounds (Rule 5)."""
-    sender, depth = NumberedSender(), 2048
-    sender.heartbeat(Heartbeat(0, depth - 1))
-    sender.may_send(depth)
-    while sender.next_numbers(44):
-        pass
-    again = []
-    for _ in range(10):
-        sender.silent()
-        sender.check()
-        run = [
-            number
-            for numbers in iter(lambda: sender.next_numbers(44), range(0))
-            for number in numbers
-        ]
-        again.append(run)
-    assert [len(run) for run in again] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2048]
-    assert all(run == list(range(len(run))) for run in again)
-    sender.heartbeat(Heartbeat(8, depth + 7))  # all of them had gone again
-    sender.silent()
-    assert len(list(sender.next_numbers(5000))) == depth - 8
+def test_a_probe_resends_the_last_missing_number_and_shows_what_was_lost() -> None:
+    sender = sent_to(NumberedReceiver(16))
+    assert list(sender.probe()) == [], "nothing was sent"
+    sender.next_numbers(10)
+    sender.heartbeat(Heartbeat(2, 17, 0b10000000))  # 9 has arrived
+    assert list(sender.next_numbers(9)) == [2, 3, 4, 5, 6, 7, 8] and sender.in_flight == 7
+    assert list(sender.probe()) == [8]
+    sender.check()
+    assert (sender.sent, sender.resends, sender.in_flight) == (18, 8, 7)
+    assert list(sender.next_numbers(1)) == [10], "a probe does not count as lost"
+    sender.heartbeat(Heartbeat(2, 17, 0b11000000))  # it arrives, the other resends do not
+    sender.check()
+    assert list(sender.next_numbers(9)) == [2, 3, 4, 5, 6, 7]
 
 
-def test_after_something_came_that_went_once_silence_begins_anew() -> None:
-    sender = NumberedSender()
-    sender.heartbeat(Heartbeat(0, 99))
-    sender.may_send(100)
-    sender.next_numbers(100)
-    for _ in range(2):
-        sender.silent()
-        sender.next_numbers(100)
-    sender.heartbeat(Heartbeat(20, 119))  # 16 of these went again, 4 went once
+def test_after_silence_every_missing_number_counts_as_lost() -> None:
+    sender = sent_to(NumberedReceiver(16))
+    sender.next_numbers(10)
+    assert sender.in_flight == 10
+    sender.heartbeat(Heartbeat(4, 19, 0b100))
+    assert list(sender.next_numbers(9)) == [4, 5]
     sender.silent()
-    assert list(sender.next_numbers(100)) == list(range(20, 28))
+    sender.check()
+    assert sender.in_flight == 0 and list(sender.next_numbers(9)) == [4, 5]
+    assert sender.in_flight == 2 and list(sender.next_numbers(9)) == [7, 8, 9]
+    sender.check()
