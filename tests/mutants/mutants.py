@@ -1,0 +1,355 @@
+"""Mutation testing: change one operator, number or decorator at a time, and run the module's tests.
+
+`make mutants` runs a fixed sample of such mutants, two at a time, each on a copy of the tree and in
+a forked process that has imported torch already. cosmic-ray makes the mutants; targets.toml names
+each target's files and tests; kept.json lists the survivors with their reasons and the kill rate,
+which may not fall. Results lie in build/mutants, so a stopped run goes on where it was.
+
+The sample consists of the places with the lowest hash of seed, file, line and operator: editing a
+file changes the sample only where the text changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import compileall
+import difflib
+import hashlib
+import json
+import os
+import py_compile
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import hypothesis
+import numba  # noqa: F401  (imported before the fork: each mutant's tests need it)
+import pytest
+import torch  # noqa: F401
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = tomllib.loads((ROOT / "tests/mutants/targets.toml").read_text())
+KEPT = ROOT / "tests/mutants/kept.json"
+RESULTS = ROOT / "build/mutants/results.jsonl"
+SOURCES = ("src", ".", "plugins/rdma/src", "plugins/switch_offload/src")
+SEED, LEAST_RATE = 33, 0.85
+# `is` in place of `==`: whether they differ is up to the interpreter.
+IDENTITY = tuple(
+    f"{old}_{new}" for old in ("Eq", "NotEq", "Lt", "LtE", "Gt", "GtE") for new in ("Is", "IsNot")
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed line. `before` and `after` are its text without indentation."""
+
+    target: str
+    file: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    @property
+    def key(self) -> str:
+        """Identity of the mutant, whatever its line number."""
+        return f"{self.file}: {self.before} -> {self.after}"
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+def what_runs(source: str) -> str | None:
+    """Dump `source` without annotations and asserted conditions, which are checks themselves.
+
+    None if `source` is not Python.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign | ast.arg):
+            node.annotation = ast.Name("Any")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.Assert):
+            node.test = ast.Constant(True)
+    return ast.dump(tree)
+
+
+def places(file: str) -> Iterator[tuple[str, str, str, int]]:
+    """Yield rank, file, operator and occurrence of the lowest-ranked mutant of each place."""
+    text = (ROOT / file).read_text()
+    lines, leaves = text.splitlines(), ("name", "newline", "string")
+    nodes = [node for node in ast_nodes(get_ast(text)) if node.type not in leaves]
+    best: dict[object, tuple[str, str, str, int]] = {}
+    equal: Counter[tuple[object, ...]] = Counter()
+    for name in operator_names():
+        kind = get_operator(name)
+        if kind.arguments() or name.endswith(IDENTITY):
+            continue
+        operator = kind()
+        positions = (place for node in nodes for place in operator.mutation_positions(node))
+        for occurrence, place in enumerate(positions):
+            (row, column), _ = place
+            words = (file, lines[row - 1].strip(), column, name)
+            equal[words] += 1
+            ranked = (digest(SEED, *words, equal[words]), file, name, occurrence)
+            best[place] = min(best.get(place, ranked), ranked)
+    yield from best.values()
+
+
+def mutant_at(target: str, file: str, operator: str, occurrence: int) -> Mutant | None:
+    """Make a mutant, or None where the program that runs stays the same."""
+    text = (ROOT / file).read_text()
+    source = mutate_code(text, get_operator(operator)(), occurrence)
+    if source is None or what_runs(source) in (None, what_runs(text)):
+        return None
+    old, new = text.splitlines(), source.splitlines()
+    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    _, a, b, c, d = next(change for change in changes if change[0] != "equal")
+    before, after = (" ".join(map(str.strip, part)) for part in (old[a:b], new[c:d]))
+    return Mutant(target, file, a + 1, before, after, source)
+
+
+def sample(target: str) -> list[Mutant]:
+    """The sampled mutants of a target, in the order of its files and lines."""
+    files = {str(f.relative_to(ROOT)) for name in TARGETS[target]["files"] for f in ROOT.glob(name)}
+    ranked = sorted(place for file in files for place in places(file))
+    mutants = (mutant_at(target, *place) for _, *place in ranked)
+    chosen = islice((mutant for mutant in mutants if mutant is not None), TARGETS[target]["sample"])
+    return sorted(chosen, key=lambda mutant: (mutant.file, mutant.line))
+
+
+def tests_of(target: str) -> list[str]:
+    """Paths of the target's test files, which are named without their folders."""
+    found = []
+    for name in TARGETS[target]["tests"]:
+        file, *rest = name.split("::")
+        (path,) = (ROOT / "tests").rglob(file)
+        found.append("::".join([str(path.relative_to(ROOT)), *rest]))
+    return found
+
+
+def state_of(target: str) -> str:
+    """Digest of the target's files and tests: results hold while it stays the same."""
+    files = {file for name in TARGETS[target]["files"] for file in ROOT.glob(name)}
+    files |= {ROOT / test.partition("::")[0] for test in tests_of(target)}
+    return digest(tests_of(target), *(file.read_text() for file in sorted(files)))
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy the tree, and compile it so that a changed file is never taken for its old bytecode."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(
+        "\n"
+    ):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    by_content = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(folder / "src", quiet=1, invalidation_mode=by_content)
+
+
+class FirstFailure:
+    """Writes the name of the first test that fails into a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid.split("[")[0])
+
+
+def run_in_child(folder: Path, tests: list[str], limit_s: int) -> None:
+    """Run the tests of a copied tree until the first failure, then end this process."""
+    code = 99
+    try:
+        output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        os.chdir(folder)
+        sys.path[:0] = [str((folder / source).resolve()) for source in SOURCES]
+        os.environ |= {
+            "PYTHONPATH": os.pathsep.join(sys.path[: len(SOURCES)]),
+            "OMP_NUM_THREADS": "1",
+        }
+        os.environ.pop("PYTEST_ADDOPTS", None)
+        without_shrinking = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        hypothesis.settings.register_profile(
+            "mutants", derandomize=True, database=None, deadline=None, phases=without_shrinking
+        )
+        options = "-x -p no:cacheprovider --hypothesis-profile=mutants --timeout=120"
+        options += (
+            " -W ignore::pytest.PytestAssertRewriteWarning"  # hypothesis came before the fork
+        )
+        code = int(
+            pytest.main([*options.split(), *tests], plugins=[FirstFailure(folder / "failed")])
+        )
+    except BaseException:  # the process ends here, whatever happens
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class Trees:
+    """Copies of the tree, each of which runs the tests of one mutant at a time."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.free, self.busy = folders, {}
+        for folder in folders:
+            copy_tree(folder)
+
+    def start(self, target: str, mutant: Mutant | None, limit_s: int) -> None:
+        folder = self.free.pop()
+        (folder / "failed").unlink(missing_ok=True)
+        if mutant is not None:
+            (folder / mutant.file).write_text(mutant.source)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            run_in_child(folder, tests_of(target), limit_s)
+        self.busy[pid] = (folder, target, mutant)
+
+    def wait(self) -> tuple[str, Mutant | None, str | None, float]:
+        """Wait for any of the runs. Returns target, mutant, the test that failed and CPU seconds."""
+        pid, status, used = os.wait4(-1, 0)
+        folder, target, mutant = self.busy.pop(pid)
+        failed = folder / "failed"
+        killer = failed.read_text() if failed.exists() else None
+        code = os.waitstatus_to_exitcode(status)
+        if code and killer is None:
+            killer = (
+                "the limit of CPU time"
+                if code < 0
+                else f"an error outside tests (exit code {code})"
+            )
+        if mutant is None and code:
+            raise SystemExit(
+                f"{target}: tests fail without a mutant\n{(folder / 'output').read_text()}"
+            )
+        if mutant is not None:
+            shutil.copy2(ROOT / mutant.file, folder / mutant.file)
+        self.free.append(folder)
+        return target, mutant, killer, used.ru_utime + used.ru_stime
+
+
+def run(mutants: list[Mutant], known: dict[str, dict]) -> None:
+    """Run the mutants whose results are not known, and add them to `known` and to RESULTS."""
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    todo = [mutant for mutant in mutants if result_key(mutant) not in known]
+    with tempfile.TemporaryDirectory() as parent, RESULTS.open("a") as log:
+        trees = Trees([Path(parent) / "1", Path(parent) / "2"] if todo else [])
+
+        def finish() -> None:
+            target, mutant, killer, cpu_s = trees.wait()
+            if mutant is None:
+                limits[target] = int(3 * cpu_s + 15)
+                print(f"{target}: {cpu_s:.1f} s of CPU time without a mutant", flush=True)
+                return
+            row = {"key": result_key(mutant), "killed_by": killer, "cpu_s": round(cpu_s, 2)}
+            known[row["key"]] = row
+            print(json.dumps(row), file=log, flush=True)
+            print(
+                f"{cpu_s:6.1f} s  {killer or 'SURVIVED'}  {mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}",
+                flush=True,
+            )
+
+        limits: dict[str, int] = {}
+        for target in dict.fromkeys(mutant.target for mutant in todo):
+            trees.start(target, None, 600)
+            while trees.busy:
+                finish()
+            for mutant in (mutant for mutant in todo if mutant.target == target):
+                if not trees.free:
+                    finish()
+                trees.start(target, mutant, limits[target])
+        while trees.busy:
+            finish()
+
+
+def result_key(mutant: Mutant) -> str:
+    return digest(mutant.source, state_of(mutant.target))[:20]
+
+
+def summarize(mutants: list[Mutant], known: dict[str, dict], kept: dict) -> dict:
+    """Print the table and return the new content of kept.json."""
+    rows = {f"{row['file']}: {row['before']} -> {row['after']}": row for row in kept["survivors"]}
+    survivors, table, total = [], {}, Counter()
+    for target in [*TARGETS, "all"]:
+        counts: Counter[str] = Counter()
+        for mutant in mutants:
+            if target not in (mutant.target, "all"):
+                continue
+            result = known[result_key(mutant)]
+            row = rows.get(mutant.key)
+            if row is None and result["killed_by"] is None:
+                row = {"equivalent": False, "reason": ""}
+            if row is not None and target != "all":
+                words = {
+                    name: getattr(mutant, name) for name in ("file", "line", "before", "after")
+                }
+                survivors.append(
+                    words
+                    | {"killed_by": result["killed_by"]}
+                    | (
+                        {k: row[k] for k in ("equivalent", "reason")}
+                        if result["killed_by"] is None
+                        else {}
+                    )
+                )
+            counts["sampled"] += 1
+            counts["killed"] += result["killed_by"] is not None
+            counts["survived"] += result["killed_by"] is None
+            counts["equivalent"] += result["killed_by"] is None and row["equivalent"]
+            total[target] += result["cpu_s"]
+        if counts["sampled"]:
+            rate = counts["killed"] / max(1, counts["sampled"] - counts["equivalent"])
+            table[target] = {**counts, "rate": round(rate, 4), "cpu_s": round(total[target])}
+            print(
+                f"{target:24}"
+                + "".join(f"{name} {value}  " for name, value in table[target].items())
+            )
+    return {"rate": table["all"]["rate"], "targets": table, "survivors": survivors}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="run one target and leave kept.json as it is")
+    only = parser.parse_args().only
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"rate": LEAST_RATE, "survivors": []}
+    rows = map(json.loads, RESULTS.read_text().splitlines() if RESULTS.exists() else [])
+    known = {row["key"]: row for row in rows}
+    mutants = [mutant for target in TARGETS if only in (None, target) for mutant in sample(target)]
+    run(mutants, known)
+    new = summarize(mutants, known, kept)
+    if only:
+        return
+    least = max(LEAST_RATE, kept["rate"])
+    KEPT.write_text(json.dumps(new | {"rate": max(least, new["rate"])}, indent=1) + "\n")
+    if new["rate"] < least:
+        sys.exit(
+            f"{new['rate']:.2%} of the mutants were killed, {least:.2%} are required\nhint: {KEPT} lists the survivors"
+        )
+
+
+if __name__ == "__main__":
+    main()
