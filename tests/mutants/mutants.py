@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
+import contextlib
 import difflib
 import hashlib
+import importlib
 import json
 import os
 import py_compile
@@ -26,9 +28,11 @@ import sys
 import tempfile
 import tomllib
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -46,6 +50,7 @@ KEPT = ROOT / "tests/mutants/kept.json"
 RESULTS = ROOT / "build/mutants/results.jsonl"
 SOURCES = ("src", ".", "plugins/rdma/src", "plugins/switch_offload/src")
 SEED, LEAST_RATE = 33, 0.85
+IN_VENV = "site-packages"
 # `is` in place of `==`: whether they differ is up to the interpreter.
 IDENTITY = tuple(
     f"{old}_{new}" for old in ("Eq", "NotEq", "Lt", "LtE", "Gt", "GtE") for new in ("Is", "IsNot")
@@ -146,11 +151,16 @@ def tests_of(target: str) -> list[str]:
     return found
 
 
+@cache
 def state_of(target: str) -> str:
     """Digest of the target's files and tests: results hold while it stays the same."""
     files = {file for name in TARGETS[target]["files"] for file in ROOT.glob(name)}
     files |= {ROOT / test.partition("::")[0] for test in tests_of(target)}
-    return digest(tests_of(target), *(file.read_text() for file in sorted(files)))
+    return digest(
+        sorted(tests_of(target)),
+        TARGETS[target].get("skip"),
+        *(file.read_text() for file in sorted(files)),
+    )
 
 
 def copy_tree(folder: Path) -> None:
@@ -167,25 +177,34 @@ def copy_tree(folder: Path) -> None:
 
 
 class FirstFailure:
-    """Writes the name of the first test that fails into a file."""
+    """Writes the name of the first test that fails, and the modules that the tests import."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.file.exists():
-            self.file.write_text(report.nodeid.split("[")[0])
+        if report.failed and not (self.folder / "failed").exists():
+            (self.folder / "failed").write_text(report.nodeid.split("[")[0])
+
+    def pytest_sessionfinish(self) -> None:
+        outside = (
+            m.__name__
+            for m in list(sys.modules.values())
+            if IN_VENV in str(getattr(m, "__file__", ""))
+        )
+        (self.folder / "imported").write_text("\n".join(outside))
 
 
-def run_in_child(folder: Path, tests: list[str], limit_s: int) -> None:
+def run_in_child(folder: Path, target: str, limit_s: int) -> None:
     """Run the tests of a copied tree until the first failure, then end this process."""
-    code = 99
+    code, tests = 99, tests_of(target)
     try:
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
         os.chdir(folder)
+        sys.dont_write_bytecode = False
         sys.path[:0] = [str((folder / source).resolve()) for source in SOURCES]
         os.environ |= {
             "PYTHONPATH": os.pathsep.join(sys.path[: len(SOURCES)]),
@@ -200,9 +219,10 @@ def run_in_child(folder: Path, tests: list[str], limit_s: int) -> None:
         options += (
             " -W ignore::pytest.PytestAssertRewriteWarning"  # hypothesis came before the fork
         )
-        code = int(
-            pytest.main([*options.split(), *tests], plugins=[FirstFailure(folder / "failed")])
-        )
+        if "skip" in TARGETS[target]:
+            tests = [*tests, f"-k=not ({TARGETS[target]['skip']})"]
+        options += f" --basetemp={folder / 'tmp'}"
+        code = int(pytest.main([*options.split(), *tests], plugins=[FirstFailure(folder)]))
     except BaseException:  # the process ends here, whatever happens
         traceback.print_exc()
     finally:
@@ -226,8 +246,14 @@ class Trees:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            run_in_child(folder, tests_of(target), limit_s)
+            run_in_child(folder, target, limit_s)
         self.busy[pid] = (folder, target, mutant)
+
+    def import_what_tests_import(self) -> None:
+        """Import, before the next fork, the modules of other packages that the last tests used."""
+        for name in (self.free[-1] / "imported").read_text().split():
+            with contextlib.suppress(ImportError), warnings.catch_warnings(action="ignore"):
+                importlib.import_module(name)
 
     def wait(self) -> tuple[str, Mutant | None, str | None, float]:
         """Wait for any of the runs. Returns target, mutant, the test that failed and CPU seconds."""
@@ -237,11 +263,8 @@ class Trees:
         killer = failed.read_text() if failed.exists() else None
         code = os.waitstatus_to_exitcode(status)
         if code and killer is None:
-            killer = (
-                "the limit of CPU time"
-                if code < 0
-                else f"an error outside tests (exit code {code})"
-            )
+            last = (folder / "output").read_text().strip().rpartition("\n")[2]
+            killer = "the limit of CPU time" if code < 0 else f"an error outside tests: {last}"
         if mutant is None and code:
             raise SystemExit(
                 f"{target}: tests fail without a mutant\n{(folder / 'output').read_text()}"
@@ -263,6 +286,7 @@ def run(mutants: list[Mutant], known: dict[str, dict]) -> None:
             target, mutant, killer, cpu_s = trees.wait()
             if mutant is None:
                 limits[target] = int(3 * cpu_s + 15)
+                trees.import_what_tests_import()
                 print(f"{target}: {cpu_s:.1f} s of CPU time without a mutant", flush=True)
                 return
             row = {"key": result_key(mutant), "killed_by": killer, "cpu_s": round(cpu_s, 2)}
