@@ -154,8 +154,10 @@ def test_checksums_are_on_unless_they_are_switched_off() -> None:
 
 @pytest.mark.parametrize(
     ("number", "connections", "fits"),
-    [(0, 1, True), (1, 2, True), (63, 64, True), (0, 64, True)]
-    + [(1, 1, False), (0, 65, False), (0, 0, False), (64, 64, False), (3, 2, False)],
+    [
+        *((0, 1, True), (1, 2, True), (63, 64, True), (0, 64, True)),
+        *((1, 1, False), (0, 65, False), (0, 0, False), (64, 64, False), (3, 2, False)),
+    ],
 )
 def test_a_link_has_1_to_64_connections_counted_from_0(number, connections, fits) -> None:
     client, server = meet(Side(fields={"number": number, "connections": connections}), Side())
@@ -167,8 +169,12 @@ def test_a_link_has_1_to_64_connections_counted_from_0(number, connections, fits
 
 @pytest.mark.parametrize(
     ("refusal", "kind"),
-    [(AuthError("no"), AuthError), (BusyError("no"), BusyError), (WireError("no"), WireError)]
-    + [(OSError("no"), WireError)],
+    [
+        (AuthError("no"), AuthError),
+        (BusyError("no"), BusyError),
+        (WireError("no"), WireError),
+        (OSError("no"), WireError),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_refused_client_gets_the_kind_of_the_error_and_its_words(refusal, kind) -> None:
