@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import TextIO
 
 import hypothesis
 import numba  # noqa: F401  (imported before the fork: each mutant's tests need it)
@@ -231,15 +232,16 @@ def run_in_child(folder: Path, target: str, limit_s: int) -> None:
 
 
 class Trees:
-    """Copies of the tree, each of which runs the tests of one mutant at a time."""
+    """Two copies of the tree, each of which runs the tests of one mutant at a time."""
 
-    def __init__(self, folders: list[Path]) -> None:
-        self.free, self.busy = folders, {}
-        for folder in folders:
-            copy_tree(folder)
+    def __init__(self, parent: Path, log: TextIO, known: dict[str, dict]) -> None:
+        self.free, self.busy = [parent / "1", parent / "2"], {}
+        self.log, self.known = log, known
 
     def start(self, target: str, mutant: Mutant | None, limit_s: int) -> None:
         folder = self.free.pop()
+        if not folder.exists():
+            copy_tree(folder)
         (folder / "failed").unlink(missing_ok=True)
         if mutant is not None:
             (folder / mutant.file).write_text(mutant.source)
@@ -247,67 +249,73 @@ class Trees:
         pid = os.fork()
         if pid == 0:
             run_in_child(folder, target, limit_s)
-        self.busy[pid] = (folder, target, mutant)
+        self.busy[pid] = folder, mutant
 
-    def import_what_tests_import(self) -> None:
-        """Import, before the next fork, the modules of other packages that the last tests used."""
-        for name in (self.free[-1] / "imported").read_text().split():
+    def wait(self) -> tuple[Path, Mutant | None, str | None, float]:
+        """Wait for any of the runs. Returns folder, mutant, what failed, and seconds of CPU."""
+        pid, status, used = os.wait4(-1, 0)
+        folder, mutant = self.busy.pop(pid)
+        self.free.append(folder)
+        code, killer = os.waitstatus_to_exitcode(status), None
+        if (folder / "failed").exists():
+            killer = (folder / "failed").read_text()
+        elif code < 0:
+            killer = "the limit of CPU time"
+        elif code > 0:
+            last = (folder / "output").read_text().strip().rpartition("\n")[2]
+            killer = f"an error outside tests: {last}"
+        return folder, mutant, killer, round(used.ru_utime + used.ru_stime, 2)
+
+    def finish(self) -> None:
+        """Wait for any of the mutants, and note its result."""
+        folder, mutant, killer, cpu_s = self.wait()
+        shutil.copy2(ROOT / mutant.file, folder / mutant.file)
+        row = {"key": result_key(mutant), "killed_by": killer, "cpu_s": cpu_s}
+        self.known[row["key"]] = row
+        print(json.dumps(row), file=self.log, flush=True)
+        where = f"{mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}"
+        print(f"{cpu_s:6.1f} s  {killer or 'SURVIVED'}  {where}", flush=True)
+
+    def baseline(self, target: str) -> int:
+        """Run the tests without a mutant, and return the limit of CPU seconds with one."""
+        while self.busy:
+            self.finish()
+        self.start(target, None, 600)
+        folder, _, killer, cpu_s = self.wait()
+        if killer:
+            raise SystemExit(f"{killer} fails without a mutant\n{(folder / 'output').read_text()}")
+        print(f"{target}: {cpu_s:.1f} s of CPU time without a mutant", flush=True)
+        # modules of other packages that the tests use are imported before the next fork
+        for name in (folder / "imported").read_text().split():
             with contextlib.suppress(ImportError), warnings.catch_warnings(action="ignore"):
                 importlib.import_module(name)
-
-    def wait(self) -> tuple[str, Mutant | None, str | None, float]:
-        """Wait for any of the runs. Returns target, mutant, the test that failed and CPU seconds."""
-        pid, status, used = os.wait4(-1, 0)
-        folder, target, mutant = self.busy.pop(pid)
-        failed = folder / "failed"
-        killer = failed.read_text() if failed.exists() else None
-        code = os.waitstatus_to_exitcode(status)
-        if code and killer is None:
-            last = (folder / "output").read_text().strip().rpartition("\n")[2]
-            killer = "the limit of CPU time" if code < 0 else f"an error outside tests: {last}"
-        if mutant is None and code:
-            raise SystemExit(
-                f"{target}: tests fail without a mutant\n{(folder / 'output').read_text()}"
-            )
-        if mutant is not None:
-            shutil.copy2(ROOT / mutant.file, folder / mutant.file)
-        self.free.append(folder)
-        return target, mutant, killer, used.ru_utime + used.ru_stime
+        return int(3 * cpu_s + 15)
 
 
-def run(mutants: list[Mutant], known: dict[str, dict]) -> None:
-    """Run the mutants whose results are not known, and add them to `known` and to RESULTS."""
+def run(targets: list[str], known: dict[str, dict]) -> list[Mutant]:
+    """Run the sampled mutants whose results are not known, and add them to `known` and to RESULTS.
+
+    Returns all sampled mutants of the targets.
+    """
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    todo = [mutant for mutant in mutants if result_key(mutant) not in known]
     with tempfile.TemporaryDirectory() as parent, RESULTS.open("a") as log:
-        trees = Trees([Path(parent) / "1", Path(parent) / "2"] if todo else [])
-
-        def finish() -> None:
-            target, mutant, killer, cpu_s = trees.wait()
-            if mutant is None:
-                limits[target] = int(3 * cpu_s + 15)
-                trees.import_what_tests_import()
-                print(f"{target}: {cpu_s:.1f} s of CPU time without a mutant", flush=True)
-                return
-            row = {"key": result_key(mutant), "killed_by": killer, "cpu_s": round(cpu_s, 2)}
-            known[row["key"]] = row
-            print(json.dumps(row), file=log, flush=True)
-            print(
-                f"{cpu_s:6.1f} s  {killer or 'SURVIVED'}  {mutant.file}:{mutant.line} {mutant.before} -> {mutant.after}",
-                flush=True,
-            )
-
-        limits: dict[str, int] = {}
-        for target in dict.fromkeys(mutant.target for mutant in todo):
-            trees.start(target, None, 600)
-            while trees.busy:
-                finish()
-            for mutant in (mutant for mutant in todo if mutant.target == target):
-                if not trees.free:
-                    finish()
-                trees.start(target, mutant, limits[target])
+        trees = Trees(Path(parent), log, known)
+        mutants = [mutant for target in targets for mutant in run_target(trees, target)]
         while trees.busy:
-            finish()
+            trees.finish()
+    return mutants
+
+
+def run_target(trees: Trees, target: str) -> list[Mutant]:
+    mutants = sample(target)
+    todo = [mutant for mutant in mutants if result_key(mutant) not in trees.known]
+    if todo:
+        limit_s = trees.baseline(target)
+    for mutant in todo:
+        if not trees.free:
+            trees.finish()
+        trees.start(target, mutant, limit_s)
+    return mutants
 
 
 def result_key(mutant: Mutant) -> str:
@@ -362,8 +370,7 @@ def main() -> None:
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"rate": LEAST_RATE, "survivors": []}
     rows = map(json.loads, RESULTS.read_text().splitlines() if RESULTS.exists() else [])
     known = {row["key"]: row for row in rows}
-    mutants = [mutant for target in TARGETS if only in (None, target) for mutant in sample(target)]
-    run(mutants, known)
+    mutants = run([only] if only else [*TARGETS], known)
     new = summarize(mutants, known, kept)
     if only:
         return
