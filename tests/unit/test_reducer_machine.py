@@ -56,7 +56,7 @@ def test_a_round_may_be_pushed_again_but_none_before_it() -> None:
     assert machine.arrived(0, part(4)) is None
     machine.give_up(0)
     summed(machine, 5)
-    with pytest.raises(LoopError, match="round 4.* in round 5"):
+    with pytest.raises(LoopError, match=r"round 4.* in round 5"):
         machine.arrived(0, part(4))
     machine.arrived(1, part(6))
     for other in (5, 7):
