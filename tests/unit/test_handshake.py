@@ -147,6 +147,12 @@ def test_sides_that_differ_are_refused_with_the_difference(what: str) -> None:  
     assert type(ends[1]) is kind, ends
 
 
+@pytest.mark.parametrize("magic", [b"zzzzzzz\n", b"aaaaaaa\n"])
+def test_a_server_of_another_kind_is_named(magic: bytes) -> None:
+    client, _ = meet(Side(), Side(fields={"magic": magic}))
+    assert type(client) is WireError and "the peer is not a roadtrain process" in str(client)
+
+
 def test_checksums_are_on_unless_they_are_switched_off() -> None:
     assert [Common(checksums=value).summed for value in (None, True, False)] == [True, True, False]
     assert isinstance(meet(Side(checksums=None), Side())[0], OpenHandshake)
