@@ -50,8 +50,7 @@ TARGETS = tomllib.loads((ROOT / "tests/mutants/targets.toml").read_text())
 KEPT = ROOT / "tests/mutants/kept.json"
 RESULTS = ROOT / "build/mutants/results.jsonl"
 SOURCES = ("src", ".", "plugins/rdma/src", "plugins/switch_offload/src")
-SEED, LEAST_RATE = 33, 0.85
-IN_VENV = "site-packages"
+SEED, LEAST_RATE, GIB = 33, 0.85, 1 << 30
 # `is` in place of `==`: whether they differ is up to the interpreter.
 IDENTITY = tuple(
     f"{old}_{new}" for old in ("Eq", "NotEq", "Lt", "LtE", "Gt", "GtE") for new in ("Is", "IsNot")
@@ -167,9 +166,8 @@ def state_of(target: str) -> str:
 def copy_tree(folder: Path) -> None:
     """Copy the tree, and compile it so that a changed file is never taken for its old bytecode."""
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
-    for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(
-        "\n"
-    ):
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -188,12 +186,9 @@ class FirstFailure:
             (self.folder / "failed").write_text(report.nodeid.split("[")[0])
 
     def pytest_sessionfinish(self) -> None:
-        outside = (
-            m.__name__
-            for m in list(sys.modules.values())
-            if IN_VENV in str(getattr(m, "__file__", ""))
-        )
-        (self.folder / "imported").write_text("\n".join(outside))
+        files = {name: str(getattr(m, "__file__", "")) for name, m in [*sys.modules.items()]}
+        outside = "\n".join(name for name, file in files.items() if "site-packages" in file)
+        (self.folder / "imported").write_text(outside)
 
 
 def run_in_child(folder: Path, target: str, limit_s: int) -> None:
@@ -203,23 +198,21 @@ def run_in_child(folder: Path, target: str, limit_s: int) -> None:
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # a mutant may ask for any number of seconds and bytes
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (GIB, GIB))
+        resource.setrlimit(resource.RLIMIT_DATA, (8 * GIB, 8 * GIB))
         os.chdir(folder)
         sys.dont_write_bytecode = False
         sys.path[:0] = [str((folder / source).resolve()) for source in SOURCES]
-        os.environ |= {
-            "PYTHONPATH": os.pathsep.join(sys.path[: len(SOURCES)]),
-            "OMP_NUM_THREADS": "1",
-        }
-        os.environ.pop("PYTEST_ADDOPTS", None)
+        os.environ |= {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
         without_shrinking = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
         hypothesis.settings.register_profile(
             "mutants", derandomize=True, database=None, deadline=None, phases=without_shrinking
         )
         options = "-x -p no:cacheprovider --hypothesis-profile=mutants --timeout=120"
-        options += (
-            " -W ignore::pytest.PytestAssertRewriteWarning"  # hypothesis came before the fork
-        )
+        # hypothesis was imported before the fork
+        options += " -W ignore::pytest.PytestAssertRewriteWarning"
         if "skip" in TARGETS[target]:
             tests = [*tests, f"-k=not ({TARGETS[target]['skip']})"]
         options += f" --basetemp={folder / 'tmp'}"
@@ -322,45 +315,43 @@ def result_key(mutant: Mutant) -> str:
     return digest(mutant.source, state_of(mutant.target))[:20]
 
 
-def summarize(mutants: list[Mutant], known: dict[str, dict], kept: dict) -> dict:
-    """Print the table and return the new content of kept.json."""
+def judged(mutants: list[Mutant], known: dict[str, dict], kept: dict) -> Iterator[dict]:
+    """Yield a row of kept.json for each mutant that survives, or did so in an earlier run."""
     rows = {f"{row['file']}: {row['before']} -> {row['after']}": row for row in kept["survivors"]}
-    survivors, table, total = [], {}, Counter()
-    for target in [*TARGETS, "all"]:
-        counts: Counter[str] = Counter()
-        for mutant in mutants:
-            if target not in (mutant.target, "all"):
-                continue
-            result = known[result_key(mutant)]
-            row = rows.get(mutant.key)
-            if row is None and result["killed_by"] is None:
-                row = {"equivalent": False, "reason": ""}
-            if row is not None and target != "all":
-                words = {
-                    name: getattr(mutant, name) for name in ("file", "line", "before", "after")
-                }
-                survivors.append(
-                    words
-                    | {"killed_by": result["killed_by"]}
-                    | (
-                        {k: row[k] for k in ("equivalent", "reason")}
-                        if result["killed_by"] is None
-                        else {}
-                    )
-                )
-            counts["sampled"] += 1
-            counts["killed"] += result["killed_by"] is not None
-            counts["survived"] += result["killed_by"] is None
-            counts["equivalent"] += result["killed_by"] is None and row["equivalent"]
-            total[target] += result["cpu_s"]
-        if counts["sampled"]:
-            rate = counts["killed"] / max(1, counts["sampled"] - counts["equivalent"])
-            table[target] = {**counts, "rate": round(rate, 4), "cpu_s": round(total[target])}
-            print(
-                f"{target:24}"
-                + "".join(f"{name} {value}  " for name, value in table[target].items())
-            )
-    return {"rate": table["all"]["rate"], "targets": table, "survivors": survivors}
+    for mutant in mutants:
+        killer, row = known[result_key(mutant)]["killed_by"], rows.get(mutant.key)
+        if killer and row is None:
+            continue
+        words = {
+            name: getattr(mutant, name) for name in ("target", "file", "line", "before", "after")
+        }
+        if killer:
+            yield words | {"killed_by": killer}
+        else:
+            old = row or {}
+            yield words | {name: old.get(name, "") for name in ("equivalent", "reason")}
+
+
+def summarize(mutants: list[Mutant], known: dict[str, dict], rows: list[dict]) -> dict[str, dict]:
+    """Count and print the results of each target and of all."""
+    table: dict[str, dict] = {}
+    for target in [*dict.fromkeys(mutant.target for mutant in mutants), "all"]:
+        here = [mutant for mutant in mutants if target in (mutant.target, "all")]
+        results = [known[result_key(mutant)] for mutant in here]
+        killed = sum(result["killed_by"] is not None for result in results)
+        equivalent = sum(
+            bool(row.get("equivalent")) for row in rows if target in (row["target"], "all")
+        )
+        table[target] = {
+            "sampled": len(here),
+            "killed": killed,
+            "survived": len(here) - killed,
+            "equivalent": equivalent,
+            "rate": round(killed / (len(here) - equivalent), 4),
+            "cpu_s": round(sum(result["cpu_s"] for result in results)),
+        }
+        print(f"{target:20}", *(f"{name} {value:<6}" for name, value in table[target].items()))
+    return table
 
 
 def main() -> None:
@@ -371,15 +362,16 @@ def main() -> None:
     rows = map(json.loads, RESULTS.read_text().splitlines() if RESULTS.exists() else [])
     known = {row["key"]: row for row in rows}
     mutants = run([only] if only else [*TARGETS], known)
-    new = summarize(mutants, known, kept)
+    survivors = list(judged(mutants, known, kept))
+    table = summarize(mutants, known, survivors)
     if only:
         return
-    least = max(LEAST_RATE, kept["rate"])
-    KEPT.write_text(json.dumps(new | {"rate": max(least, new["rate"])}, indent=1) + "\n")
-    if new["rate"] < least:
-        sys.exit(
-            f"{new['rate']:.2%} of the mutants were killed, {least:.2%} are required\nhint: {KEPT} lists the survivors"
-        )
+    rate, least = table["all"]["rate"], max(LEAST_RATE, kept["rate"])
+    new = {"rate": max(least, rate), "targets": table, "survivors": survivors}
+    KEPT.write_text(json.dumps(new, indent=1) + "\n")
+    if rate < least:
+        found = f"{rate:.2%} of the mutants were killed, {least:.2%} are required"
+        sys.exit(f"{found}\nhint: add tests that kill those in {KEPT} without `killed_by`")
 
 
 if __name__ == "__main__":
