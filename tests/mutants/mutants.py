@@ -79,7 +79,7 @@ def digest(*parts: object) -> str:
 
 
 def what_runs(source: str) -> str | None:
-    """Dump `source` without annotations and asserted conditions, which are checks themselves.
+    """Dump `source` without types and asserted conditions, which are checks themselves.
 
     None if `source` is not Python.
     """
@@ -88,7 +88,9 @@ def what_runs(source: str) -> str | None:
     except SyntaxError:
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign | ast.arg):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+            node.value = None
+        elif isinstance(node, ast.AnnAssign | ast.arg):
             node.annotation = ast.Name("Any")
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
