@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import traceback
 import warnings
@@ -229,9 +230,9 @@ def run_in_child(folder: Path, target: str, limit_s: int) -> None:
 class Trees:
     """Two copies of the tree, each of which runs the tests of one mutant at a time."""
 
-    def __init__(self, parent: Path, log: TextIO, known: dict[str, dict]) -> None:
+    def __init__(self, parent: Path, log: TextIO, known: dict[str, dict], until: float) -> None:
         self.free, self.busy = [parent / "1", parent / "2"], {}
-        self.log, self.known = log, known
+        self.log, self.known, self.until = log, known, until
 
     def start(self, target: str, mutant: Mutant | None, limit_s: int) -> None:
         folder = self.free.pop()
@@ -287,14 +288,14 @@ class Trees:
         return int(3 * cpu_s + 15)
 
 
-def run(targets: list[str], known: dict[str, dict]) -> list[Mutant]:
+def run(targets: list[str], known: dict[str, dict], minutes: float) -> list[Mutant]:
     """Run the sampled mutants whose results are not known, and add them to `known` and to RESULTS.
 
     Returns all sampled mutants of the targets.
     """
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as parent, RESULTS.open("a") as log:
-        trees = Trees(Path(parent), log, known)
+        trees = Trees(Path(parent), log, known, time.monotonic() + 60 * minutes)
         mutants = [mutant for target in targets for mutant in run_target(trees, target)]
         while trees.busy:
             trees.finish()
@@ -304,9 +305,11 @@ def run(targets: list[str], known: dict[str, dict]) -> list[Mutant]:
 def run_target(trees: Trees, target: str) -> list[Mutant]:
     mutants = sample(target)
     todo = [mutant for mutant in mutants if result_key(mutant) not in trees.known]
-    if todo:
+    if todo and time.monotonic() < trees.until:
         limit_s = trees.baseline(target)
     for mutant in todo:
+        if time.monotonic() > trees.until:
+            break
         if not trees.free:
             trees.finish()
         trees.start(target, mutant, limit_s)
@@ -319,6 +322,7 @@ def result_key(mutant: Mutant) -> str:
 
 def judged(mutants: list[Mutant], known: dict[str, dict], kept: dict) -> Iterator[dict]:
     """Yield a row of kept.json for each mutant that survives, or did so in an earlier run."""
+    mutants = [mutant for mutant in mutants if result_key(mutant) in known]
     rows = {f"{row['file']}: {row['before']} -> {row['after']}": row for row in kept["survivors"]}
     for mutant in mutants:
         killer, row = known[result_key(mutant)]["killed_by"], rows.get(mutant.key)
@@ -339,7 +343,7 @@ def summarize(mutants: list[Mutant], known: dict[str, dict], rows: list[dict]) -
     table: dict[str, dict] = {}
     for target in [*dict.fromkeys(mutant.target for mutant in mutants), "all"]:
         here = [mutant for mutant in mutants if target in (mutant.target, "all")]
-        results = [known[result_key(mutant)] for mutant in here]
+        results = [known[key] for key in map(result_key, here) if key in known]
         killed = sum(result["killed_by"] is not None for result in results)
         equivalent = sum(
             bool(row.get("equivalent")) for row in rows if target in (row["target"], "all")
@@ -347,9 +351,10 @@ def summarize(mutants: list[Mutant], known: dict[str, dict], rows: list[dict]) -
         table[target] = {
             "sampled": len(here),
             "killed": killed,
-            "survived": len(here) - killed,
+            "survived": len(results) - killed,
             "equivalent": equivalent,
-            "rate": round(killed / (len(here) - equivalent), 4),
+            "left": len(here) - len(results),
+            "rate": round(killed / max(1, len(results) - equivalent), 4),
             "cpu_s": round(sum(result["cpu_s"] for result in results)),
         }
         print(f"{target:20}", *(f"{name} {value:<6}" for name, value in table[target].items()))
@@ -359,11 +364,13 @@ def summarize(mutants: list[Mutant], known: dict[str, dict], rows: list[dict]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="run one target and leave kept.json as it is")
-    only = parser.parse_args().only
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after these")
+    arguments = parser.parse_args()
+    only = arguments.only
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"rate": LEAST_RATE, "survivors": []}
     rows = map(json.loads, RESULTS.read_text().splitlines() if RESULTS.exists() else [])
     known = {row["key"]: row for row in rows}
-    mutants = run([only] if only else [*TARGETS], known)
+    mutants = run([only] if only else [*TARGETS], known, arguments.minutes)
     survivors = list(judged(mutants, known, kept))
     table = summarize(mutants, known, survivors)
     if only:
