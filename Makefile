@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all check types bench bench-all bench-page docs
+.PHONY: train train-plain test test-quick test-rest test-all mutants check types bench bench-all bench-page docs
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -33,6 +33,10 @@ test-rest: $(READY)
 	$(BIN)/pytest -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest
+
+# Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.
+mutants: $(READY)
+	$(BIN)/python tests/mutants/mutants.py $(ARGS)
 
 check: $(READY) types docs
 	$(BIN)/ruff format --check .

@@ -16,8 +16,10 @@ from roadtrain.switch.protocol.numbered import (
     Heartbeat,
     NumberedReceiver,
     NumberedSender,
+    NumberRun,
     combined,
     merged,
+    overlapping,
 )
 
 
@@ -33,7 +35,10 @@ def beat_of(numbers: set[int], credit: int) -> Heartbeat:
     return Heartbeat(ack, credit, sum(1 << (n - ack) for n in numbers if n > ack))
 
 
-SETS = st.sets(st.integers(0, 20))
+# a beginning without holes, and later numbers
+SETS = st.builds(
+    lambda begun, later: set(range(begun)) | later, st.integers(0, 20), st.sets(st.integers(0, 20))
+)
 
 
 @given(st.lists(st.tuples(SETS, st.integers(20, 30)), min_size=1, max_size=5))
@@ -41,6 +46,23 @@ def test_merged_is_what_all_have(receivers: list[tuple[set[int], int]]) -> None:
     beat = merged([beat_of(numbers, credit) for numbers, credit in receivers])
     assert numbers_of(beat) == set.intersection(*(numbers for numbers, _ in receivers))
     assert beat == beat_of(numbers_of(beat), min(credit for _, credit in receivers))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=5))
+def test_the_runs_that_overlap_a_range_are_found_with_their_packets(gaps) -> None:
+    runs, at = [], 0
+    for gap, count in gaps:
+        runs.append(NumberRun(at + gap, count))
+        at += gap + count
+    for first in range(at + 2):
+        for stop in range(first, at + 2):
+            found = {
+                run.first + begin + i
+                for run, begin, many in overlapping(runs, first, stop)
+                for i in range(many)
+            }
+            own = {n for run in runs for n in range(run.first, run.first + run.count)}
+            assert found == own & set(range(first, stop))
 
 
 @given(SETS, SETS)
