@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all check types bench docs
+.PHONY: train train-plain test test-quick test-rest test-all check types bench docs bpf
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -48,6 +48,10 @@ docs: $(READY)
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+# The program in the kernel that the plugin switch_offload ships compiled; needs clang, llvm and libbpf-dev.
+bpf:
+	$(MAKE) --always-make --directory=plugins/switch_offload
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
 $(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml
