@@ -17,10 +17,13 @@ train-plain: $(READY)
 	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
 # Two tests at a time; then, one after another, those that measure time or need root (the latter skip themselves without).
+# The last line names the tests of both that did not run, and what they need.
 TWO := $(BIN)/pytest -n 2 --dist worksteal
+NOT_RUN := build/not_run.json
 test: $(READY)
-	$(TWO) -m "not alone and not exhaustive" $(ARGS)
-	$(BIN)/pytest -m "alone and not exhaustive" tests/local tests/lab $(ARGS)
+	rm -f $(NOT_RUN)
+	$(TWO) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
+	$(BIN)/pytest --not-run $(NOT_RUN) -m "alone and not exhaustive" tests/local tests/lab $(ARGS)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
@@ -28,8 +31,9 @@ test-quick: $(READY)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)
-	$(TWO) -m "exhaustive and not alone" $(ARGS)
-	$(BIN)/pytest -m "exhaustive and alone" tests/local tests/lab $(ARGS)
+	rm -f $(NOT_RUN)
+	$(TWO) --not-run $(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
+	$(BIN)/pytest --not-run $(NOT_RUN) -m "exhaustive and alone" tests/local tests/lab $(ARGS)
 
 test-all: test test-rest
 

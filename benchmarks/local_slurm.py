@@ -26,7 +26,7 @@ ClusterName=test
 SlurmctldHost={host}
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={home}/munge
+AuthInfo=socket={home}/munge,cred_expire=15
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={home}/state
@@ -40,6 +40,7 @@ SelectTypeParameters=CR_Core
 GresTypes=gpu
 SchedulerParameters=bf_interval=1
 MpiDefault=none
+KillWait=10
 ReturnToService=2
 """
 

@@ -36,3 +36,4 @@ check_tree()
 # Tests start processes, some of them in other directories.
 before = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
+pytest_plugins = ["tests.support.not_run"]

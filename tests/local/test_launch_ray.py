@@ -25,7 +25,7 @@ from roadtrain.training.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: pip install ray"),
 ]
 HERE = Path(__file__).parent
 PATIENCE_S = 120.0
