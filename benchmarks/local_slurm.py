@@ -26,7 +26,7 @@ ClusterName=test
 SlurmctldHost={host}
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={home}/munge,cred_expire=15
+AuthInfo=socket={home}/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={home}/state
@@ -40,7 +40,6 @@ SelectTypeParameters=CR_Core
 GresTypes=gpu
 SchedulerParameters=bf_interval=1
 MpiDefault=none
-KillWait=10
 ReturnToService=2
 """
 
@@ -156,13 +155,13 @@ class LocalSlurm:
             process.kill()
 
     def tasks(self) -> list[psutil.Process]:
-        """Find the processes that jobs of this Slurm started."""
+        """Find the processes that jobs of this Slurm started, without the daemons' own children."""
         daemons = {daemon.pid for daemon in self.running}
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode()
         found = []
         for process in psutil.process_iter():
             with suppress(OSError):
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                if ours in environment and process.pid not in daemons:
+                if ours in environment and daemons.isdisjoint((process.pid, process.ppid())):
                     found.append(process)
         return found
