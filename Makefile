@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all mutants check types bench bench-all bench-page docs
+.PHONY: train train-plain test test-quick test-rest test-all mutants check types bench bench-all bench-page docs bpf
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -17,11 +17,14 @@ train-plain: $(READY)
 	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
 # Two tests at a time; then, one after another, those that measure time or need root (the latter skip themselves without).
+# The last line names the tests of both that did not run, and what they need.
 TWO := $(BIN)/pytest -n 2 --dist worksteal
 ALONE := tests/*/local tests/*/lab
+NOT_RUN := build/not_run.json
 test: $(READY)
-	$(TWO) -m "not alone and not exhaustive" $(ARGS)
-	$(BIN)/pytest -m "alone and not exhaustive" $(ALONE) $(ARGS)
+	rm -f $(NOT_RUN)
+	$(TWO) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
+	$(BIN)/pytest --not-run $(NOT_RUN) -m "alone and not exhaustive" $(ALONE) $(ARGS)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
@@ -29,8 +32,9 @@ test-quick: $(READY)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)
-	$(TWO) -m "exhaustive and not alone" $(ARGS)
-	$(BIN)/pytest -m "exhaustive and alone" $(ALONE) $(ARGS)
+	rm -f $(NOT_RUN)
+	$(TWO) --not-run $(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
+	$(BIN)/pytest --not-run $(NOT_RUN) -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest
 
@@ -62,6 +66,10 @@ bench-all: $(READY)
 # docs/benchmarks.md, from benchmarks/page.md and the newest results.
 bench-page: $(READY)
 	$(BIN)/python -m benchmarks.page
+
+# The program in the kernel that the plugin switch_offload ships compiled; needs clang, llvm and libbpf-dev.
+bpf:
+	$(MAKE) --always-make --directory=plugins/switch_offload
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
 $(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ from roadtrain_switch_offload.xdp import XdpDevice
 from roadtrain_switch_offload.xdp_table import LIVE, MOST_JOBS, UDP_HEADER, XdpJob, XdpTable
 
 FORWARDER = Path(__file__).with_name("xdp_forward.bpf.c")
+PLUGIN = xdp.OBJECT.parents[2]  # its Makefile compiles the forwarder, too
 KEY, JOB, PORT, CHILDREN, SLOTS = PacketKey.derive(b"benchmark", bytes(16)), 1, 9001, 2, 2048
 RUN, ALONE = 44, 20_000  # packets of one call; packets that the program handles alone
 RATE = 5e9  # bytes/s: the processor is the limit
@@ -120,11 +123,23 @@ def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
     packets.seal(out, PACKET_NBYTES, count, KEY)
 
 
+def forwarder() -> BpfObject:
+    """Compile and load the plain forwarder."""
+    with tempfile.TemporaryDirectory() as home:
+        source = Path(shutil.copy(FORWARDER, home))
+        made = source.with_suffix(".o")
+        command = ["make", "--silent", f"--directory={PLUGIN}", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BpfError(f"make bpf: {(done.stderr.splitlines() or ['failed'])[0]}")
+        return BpfObject(made)
+
+
 def alone(what: str) -> float:
     """Measure the packets a second of the program in the kernel. `what`: "sum" for the switch,
     "forward" for the forwarder.
     """
-    program = BpfObject(xdp.SOURCE if what == "sum" else FORWARDER)
+    program = BpfObject(xdp.OBJECT) if what == "sum" else forwarder()
     table = _table_of(program) if what == "sum" else None
     descriptor = program.program("take_packet" if table else "forward")
     frame = np.zeros(34 + UDP_HEADER.size + PACKET_NBYTES, np.uint8)
@@ -258,7 +273,7 @@ def _in_kernel(way: str, parent: str) -> None:
     greeting.sendto(b"here", (parent, PORT + 1))  # resolves the parent's hardware address
     time.sleep(0.2)
     if way == "xdp-forward":
-        program = BpfObject(FORWARDER)
+        program = forwarder()
         program.attach(program.program("forward"), socket.if_nametoindex("eth0"), NATIVE)
     else:
         device = XdpDevice.opened("eth0", "native")
@@ -272,7 +287,7 @@ def _in_kernel(way: str, parent: str) -> None:
 
 
 def _pass(*ports: str) -> None:
-    program = BpfObject(FORWARDER)
+    program = forwarder()
     for port in ports:
         program.attach(program.program("pass"), socket.if_nametoindex(port), NATIVE)
     _ready()

@@ -155,13 +155,13 @@ class LocalSlurm:
             process.kill()
 
     def tasks(self) -> list[psutil.Process]:
-        """Find the processes that jobs of this Slurm started."""
+        """Find the processes that jobs of this Slurm started, without the daemons' own children."""
         daemons = {daemon.pid for daemon in self.running}
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode()
         found = []
         for process in psutil.process_iter():
             with suppress(OSError):
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                if ours in environment and process.pid not in daemons:
+                if ours in environment and daemons.isdisjoint((process.pid, process.ppid())):
                     found.append(process)
         return found

@@ -16,7 +16,7 @@ from roadtrain.lab import PREFIX, lab_available
 pytestmark = pytest.mark.lab
 
 
-@pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
+@pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 @pytest.mark.exhaustive
 def test_ours_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
     before = (

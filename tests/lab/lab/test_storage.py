@@ -20,7 +20,7 @@ from benchmarks.storage.devices import TokenLink
 from roadtrain.errors import ConfigError
 from roadtrain.lab import PREFIX, LoopDevice, Throttle, lab_available, sweep
 
-needs_lab = pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
+needs_lab = pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 pytestmark = pytest.mark.lab
 
 BLOCK = 4 << 20

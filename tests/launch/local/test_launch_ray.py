@@ -26,7 +26,7 @@ from tests.support.warm_python import warm_python
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: pip install ray"),
 ]
 SUPPORT = Path(__file__).parents[2] / "support"
 PATIENCE_S = 120.0

@@ -45,7 +45,7 @@ def test_the_plan_in_closed_form(environment: Environment) -> None:
     assert sent_by_nics(spec(), environment, STAGES) == pytest.approx(want)
 
 
-@pytest.mark.skipif(WHY is not None, reason=f"no lab: {WHY}")
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
 def test_bytes_are_the_plans_and_losses_are_one_processs(tmp_path: Path) -> None:
     run = Bench(Setting(SIZE, BATCH, 2, tmp_path)).ours(HYBRID.name)
     hosts = list(run.measured.traffic)

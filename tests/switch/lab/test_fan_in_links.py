@@ -17,7 +17,7 @@ WHY = network_available()
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.slow,
-    pytest.mark.skipif(WHY is not None, reason=f"no lab: {WHY}"),
+    pytest.mark.skipif(WHY is not None, reason=str(WHY)),
 ]
 SPEC = WorkerSpec("ours", 4, layers=4, width=256, inner=512, staleness=0)  # S is 11 MB
 # Of S: beside it go exponents, heartbeats and what TCP carries; and on a machine that is busy what is
