@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -36,3 +37,11 @@ check_tree()
 # Tests start processes, some of them in other directories.
 before = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_what_is_loaded():
+    """Keep the garbage collector off what lives until the end: modules, and all tests. Each full
+    collection would visit a million objects."""
+    gc.collect()
+    gc.freeze()
