@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import roadtrain
 from roadtrain import Files, Servers
+from roadtrain.stages import control_links
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.pipeline import Pipeline
@@ -53,6 +54,7 @@ class PipelineSpec:
     on_files: tuple[int, ...] = ()  # stages whose state rests in files under `home`
     on_servers: dict = field(default_factory=dict)  # stage -> addresses
     deadline_s: float = DEADLINE_S
+    grace_s: float = control_links.GRACE_S
     replicas: int = 1
     sums: dict = field(default_factory=dict)  # ParallelOptions that are about reducers
     pace_s: float = 0.0  # a step takes at least so long
@@ -111,6 +113,7 @@ def train(spec, rank):
     """Trains to the end, each step's loss in a line of a file of the rank."""
     home = spec.home / f"rank-{rank}" if spec.separate else spec.home
     home.mkdir(exist_ok=True, parents=True)
+    control_links.GRACE_S = spec.grace_s  # of this process alone
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank if spec.again else 0)
     model, optimizer = made(**spec.options)
     stores = {stage: Files(spec.home / f"stage-{stage}") for stage in spec.on_files}

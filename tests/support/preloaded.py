@@ -1,26 +1,56 @@
-"""Imported by the process from which tests fork others: the modules that they need, and the kernels that
-most of them call, compiled or read from numba's cache."""
+"""Imported by the process from which tests fork others: the modules and kernels that they need, and
+the checks of options. Each of its children would take most of a second for that.
+
+Starts no threads and runs no backward pass: neither survives a fork.
+"""
 
 import gc
+import importlib
 
 import numpy as np
 import torch
 
-from roadtrain.kernels.rules import AdamRule
-from roadtrain.kernels.sum import accumulate, sum_squares
+from roadtrain import Files, Servers, place
+from roadtrain.kernels.rules import NATIVE
+from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
+from roadtrain.options.check import check_options
+
+MODULES = (
+    "roadtrain.servers.serve",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+ADAMW = (1e-2, 0.1, 1e-8, 0.0, 0.9, 0.999)
 
 
-def _call_kernels() -> None:
-    p, grad, m, v = np.zeros((4, 16), np.float32)
-    (group,) = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups
-    rule = AdamRule.of("torch.optim.adamw:AdamW", group)
-    row = np.zeros(len(rule.scalars))
-    rule.apply(p, grad, "fp32", [m, v], row, rule.hyper(group), 1.0, None, None)
-    accumulate(p, grad, "fp32")
-    sum_squares(grad, "fp32")
+def array(dtype: str, n: int = 64) -> np.ndarray:
+    """Return an aligned array, as a server passes to kernels."""
+    return np.frombuffer(bytearray(4 * n), np.float32 if dtype == "fp32" else np.uint16)[:n]
+
+
+def call_kernels() -> None:
+    """Compile the kernels that most tests call, or read them from numba's cache."""
+    for dtype in ("fp32", "bf16"):
+        sum_squares(array(dtype), dtype)
+        accumulate(array("fp32"), array(dtype), dtype)
+        for workers in (1, 2, 3, 4):
+            sum_k(array("fp32"), [array(dtype)] * workers, dtype)
+        copy = None if dtype == "fp32" else array(dtype)
+        for decay in (0.1, 0.0):
+            hyper = (ADAMW[0], decay, *ADAMW[2:])
+            moments = [array("fp32"), array("fp32")]
+            NATIVE["AdamRule"]().apply(
+                array("fp32"), array(dtype), dtype, moments, np.zeros(1), hyper, 1.0, copy, dtype
+            )
 
 
 torch.set_num_threads(1)
-_call_kernels()
+for module in MODULES:
+    importlib.import_module(module)
+call_kernels()
+# The first optimizer imports torch._dynamo.
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+for options in (place, Files, Servers):
+    check_options(options, {})
 gc.collect()
 gc.freeze()  # forked processes neither look through what they share, nor copy it for that

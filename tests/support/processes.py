@@ -275,7 +275,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                 norm = placed.grad_norm() if norms else 0.0  # waits for the other workers
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
                 if change == "stand still" and placed.steps_done == 3:
-                    time.sleep(1.0)  # its gradients leave
+                    time.sleep(0.3)  # its gradients leave
                     os.kill(os.getpid(), signal.SIGSTOP)
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)

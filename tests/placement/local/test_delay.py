@@ -124,9 +124,9 @@ def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
 def test_a_device_that_writes_late(tmp_path, monkeypatch):
     """Both versions are asked for while the record still waits to be written, also where only
     its copy is in memory."""
-    ram = placed([8], backwards_per_step=1, dtype=torch.bfloat16)
+    ram = placed([5], backwards_per_step=1, dtype=torch.bfloat16)
     write = FileTier.write
-    monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.05), write(*a))[1])
+    monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.03), write(*a))[1])
     for i, kept in enumerate(("resident", "weights_resident", "nothing")):
 
         def only(*args, kept=kept):
@@ -140,7 +140,7 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
             return replace(budgets, records=records)
 
         monkeypatch.setattr(session_plan, "derive", only)
-        seen = placed([8], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
+        seen = placed([5], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
         assert seen[0] == ram[0], kept
         assert all(torch.equal(seen[1][name], p) for name, p in ram[1].items())
 
@@ -281,14 +281,14 @@ def test_a_server_slower_than_all_else(tmp_path):
 )
 def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
     host = HostProcess(tmp_path / "host")
-    case, steps, changes = Case(eager=True, staleness=staleness), 100, {1: "stand still"}
+    case, steps, changes = Case(eager=True, staleness=staleness), 40, {1: "stand still"}
     workers = Workers(case, [host.where], tmp_path, steps, 2, norms=False, changes=changes)
     try:
         still = psutil.Process(workers.processes[1].pid)
         wait_until(lambda: still.status() == psutil.STATUS_STOPPED)
         stood = done(workers.logs[1])
         wait_until(lambda: done(workers.logs[0]) >= stood + least)
-        time.sleep(2.0)
+        time.sleep(1.0)
         ahead = done(workers.logs[0]) - stood
         assert least <= ahead <= most + 1
         os.kill(workers.processes[1].pid, signal.SIGCONT)

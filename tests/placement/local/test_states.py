@@ -675,14 +675,14 @@ LARGE = """
         return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
     where, what = sys.argv[1:]
-    config = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8,
+    config = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=11, num_attention_heads=8,
                          vocab_size=512, max_position_embeddings=64)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    placed = roadtrain.place(model, optimizer, store=where + "/store", host_budget="150MiB", report=lambda _: None)
+    placed = roadtrain.place(model, optimizer, store=where + "/store", host_budget="120MiB", report=lambda _: None)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert total > 250 << 20, total
+    assert total > 160 << 20, total
     model(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
     placed.step()
     placed.zero_grad()

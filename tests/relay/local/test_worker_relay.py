@@ -73,7 +73,7 @@ def until_step(workers, step):
 
 @pytest.mark.parametrize("whom", ["relay", pytest.param("worker", marks=pytest.mark.exhaustive)])
 def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Rule 3, Rule 5
-    case, steps = Case(eager=True), 40
+    case, steps = Case(eager=True), 20
     whole = trained(case, addresses(1), tmp_path / "whole", steps, 2, local=2)
     servers, home = addresses(1), tmp_path / "killed"
     home.mkdir()

@@ -198,14 +198,15 @@ def test_two_dead_servers_are_refused_and_named(cluster):
     three = cluster()
     three.train(2)
     three.lose(0, 1)
-    running = three.start(4, retry_s=2)
+    soon = {"retry_s": 1, "deadline_s": 4}
+    running = three.start(4, **soon)
     assert set(running.join()) == {3}
     assert "server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
         running.errors()
     )
     for number in (0, 1):
         three.back(number)
-    running = three.start(4)
+    running = three.start(4, **soon)
     assert set(running.join()) == {3}
     error = running.errors()[0]
     assert "the rest, on server 0 (" in error and "server 1 (" in error, error

@@ -114,7 +114,7 @@ def test_a_server_that_fails_while_it_opens(where, host, tmp_path, monkeypatch):
 
 
 def test_a_stopped_worker_does_not_keep_the_server(host, tmp_path):
-    one = host(silent_s=10)
+    one = host(silent_s=3)
     stopped = run(one, tmp_path, "stopped", steps=10_000)
     wait_for(lambda: len(losses(stopped.logs[0])) > 2, "some steps")
     (process,) = stopped.processes
@@ -182,10 +182,10 @@ def test_a_worker_says_soon_whom_it_waits_for(host, monkeypatch, busy):
     optimizer = torch.optim.AdamW(model.parameters())
     lines = []
     with pytest.raises(error):
-        roadtrain.place(model, optimizer, store=Servers([where], retry_s=5.0), report=lines.append)
+        roadtrain.place(model, optimizer, store=Servers([where], retry_s=2.0), report=lines.append)
     said = [line for line in lines if line.startswith("waiting")]
     assert len(said) == 1 and where in said[0] and why in said[0], lines
-    assert re.search(r"(tried|[Rr]etrying) for another [1-5] s", said[0])
+    assert re.search(r"(tried|[Rr]etrying) for another [12] s", said[0])
     if busy:
         one.session.tear_down(LostError("the test is over"))
 
@@ -228,10 +228,10 @@ def slow_filling(monkeypatch, seconds):
 def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch):
     """Filling takes longer than their deadline; they hear how far it is."""
     one = host()
-    pauses = slow_filling(monkeypatch, 2.5)
-    workers = run(one, tmp_path, "slow", workers=2, deadline_s=8, retry_s=0.5)
+    pauses = slow_filling(monkeypatch, 1.2)
+    workers = run(one, tmp_path, "slow", workers=2, deadline_s=4, retry_s=0.5)
     assert workers.join() == [0, 0], workers.errors()
-    assert pauses[-1] - pauses[0] > 8.5
+    assert pauses[-1] - pauses[0] > 4.5
 
 
 def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5

@@ -102,7 +102,7 @@ class Skipped:
     def zero_grad(self): ...
 
 
-LONG, STEPS = Case(clip=0.5), 60
+LONG, STEPS = Case(clip=0.5), 24
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
     (host,) = hosts(1)
     name, port = host.where.split(":")
     with Relay((name, int(port)), bytes_per_s=100e6) as relay:
-        workers = Workers(LONG, ["{}:{}".format(*relay.address)], tmp_path, STEPS, 2, deadline_s=10)
+        workers = Workers(LONG, ["{}:{}".format(*relay.address)], tmp_path, STEPS, 2, deadline_s=4)
         wait_for(lambda: len(losses(workers.logs[0])) > 5, "some steps")
         if bad == "slowed tenfold":
             relay.set_rate(10e6)
@@ -221,7 +221,7 @@ def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
 
 def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rule 8
     (host,) = hosts(1, token=b"a secret of the job")
-    workers = Workers(Case(), [host.where], tmp_path, 120, 1, token=b"a secret of the job")
+    workers = Workers(Case(), [host.where], tmp_path, 60, 1, token=b"a secret of the job")
     wait_for(lambda: len(losses(workers.logs[0])) > 2, "some steps")
     other = tmp_path / "other"
     other.mkdir()
@@ -301,7 +301,7 @@ def test_restarted_workers_wait_for_servers_that_hold_the_old_session(link, host
     other = tmp_path / "restarted"
     other.mkdir()
     again = Workers(Case(), [host.where], other, 10_000, 1, token=token, retry_s=None, session="2")
-    time.sleep(3)
+    time.sleep(1.5)
     assert again.processes[0].is_alive(), again.errors()
     first.processes[0].kill()
     first.join()

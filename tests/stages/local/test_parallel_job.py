@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,6 +41,7 @@ from roadtrain.training.staged_job import (
 )
 from roadtrain.training.stop import Stop
 from roadtrain.training.train import train, train_steps
+from tests.support import world
 from tests.support.processes import free_port
 
 JOB = """
@@ -94,6 +97,19 @@ def torchrun(path, ranks, *options):
     return done.stdout
 
 
+def staged_child(path, options, out, rank):
+    os.dup2(os.open(f"{out}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    return cli.main(["train", str(path), *options])
+
+
+def in_ranks(path, ranks, *options):
+    """As torchrun, from processes that have imported torch already."""
+    out = path.with_suffix(".out")
+    found = world.run(ranks, partial(staged_child, path, options, out))
+    assert found == [0] * ranks, found
+    return Path(f"{out}-0").read_text()
+
+
 def losses(path):
     lines = (load_job(path).run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
@@ -142,7 +158,7 @@ def test_a_job_in_stages_goes_on_as_one_without_torchrun(job, monkeypatch, capfd
 def test_what_is_left_of_another_run_in_stages_is_not_gone_on_from(job):
     """Snapshots that a run before has left beside this run's store, or that are asked away."""
     path = job("left", 1)
-    torchrun(path, 2, "--parallelism.pp", "2", "--run.steps", "2")
+    in_ranks(path, 2, "--parallelism.pp", "2", "--run.steps", "2")
     asked = load_job(path)
     assert as_stages(asked).parallelism.dp == 1
     assert not as_stages(asked.changed({"run.new_store": True})).parallelism.used
@@ -286,10 +302,10 @@ def test_what_a_job_says_of_snapshots(job):
 @pytest.mark.slow
 def test_a_job_in_stages_goes_on_with_other_stages(job, tmp_path):
     staged, plain = job("staged", 3), job("plain", 6)
-    said = torchrun(staged, 2, "--parallelism.pp", "2")
+    said = in_ranks(staged, 2, "--parallelism.pp", "2")
     assert "stages of 2, 2 blocks" in said and "a snapshot to files" in said  # Rule 3
     more = ("--parallelism.pp", "2", "--parallelism.widths", "2,1", "--parallelism.stages", "3,1")
-    said = torchrun(staged, 3, *more, "--run.steps", "6")
+    said = in_ranks(staged, 3, *more, "--run.steps", "6")
     assert "resumed at step 3, saved with dp 1 x tp 1 x pp 2" in said
     train(load_job(plain), report=lambda _: None)
     assert losses(staged) == pytest.approx(losses(plain), rel=1e-5)

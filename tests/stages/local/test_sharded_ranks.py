@@ -27,7 +27,7 @@ STEPS = 4
 MICRO = 2
 SMALL = 32 << 10
 CPU = torch.device("cpu")
-LATE_S = 8  # the deadline of a group whose other rank goes or hangs
+LATE_S = 4  # the deadline of a group whose other rank goes or hangs
 
 
 def joined(timeout_s=None):

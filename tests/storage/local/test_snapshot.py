@@ -285,7 +285,7 @@ def test_servers_that_do_not_fit_are_told(group, tmp_path):
     assert ours.start(CASE, 4).join() == [0, 0]
     ours.kill()
     ours.files.reverse()
-    soon = {"retry_s": 3, "deadline_s": 10}  # else worker 1 waits for a worker 0 that has been told
+    soon = {"retry_s": 1, "deadline_s": 4}  # else worker 1 waits for a worker 0 that has been told
     workers = ours.start(CASE, 5, **soon)
     assert workers.join() == [3, 3]
     assert any("holds a snapshot of server" in e for e in workers.errors()), workers.errors()

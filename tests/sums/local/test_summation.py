@@ -414,7 +414,7 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
         loss = nn.functional.mse_loss(model(torch.randn(8, 40)), torch.randn(8, 5))
         loss.backward()
         if steps > 6:
-            time.sleep(0.05)
+            time.sleep(0.05 if hook else 0.0)
             if step == 3:
                 out.put((rank, step, "trains"))
         optimizer.step()

@@ -144,12 +144,12 @@ def until_step(workers, step):
 
 @pytest.mark.parametrize("whom", [also("worker"), also("server"), "switch for good"])
 def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, switches, tmp_path):  # Rule 3, Rule 5
-    case, plan, steps = Case(eager=True), one(switches), 40
+    case, plan, steps = Case(eager=True), one(switches), 24
     whole = trained(case, [hosts(1)[0].where], tmp_path / "whole", plan, steps=steps)
     [host], home = hosts(1), tmp_path / "killed"
     home.mkdir()
     switch = switches.all[0]
-    given = {"fan_in": plan, "deadline_s": 10}
+    given = {"fan_in": plan, "deadline_s": 4}
     workers = Workers(case, [host.where], home, 1000, 2, **given)
     until_step(workers, 3)
     if whom == "worker":
@@ -184,7 +184,7 @@ def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, swi
     """Not the device: the error says which switch, since when, and what to do. Rule 5."""
     [host], (root, rack) = hosts(1), switches(2)
     nodes = SwitchNode(root.where, workers=(0,)), SwitchNode(rack.where, root.where, (1,))
-    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 10}
+    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 4}
     workers = Workers(Case(eager=True), [host.where], tmp_path, 1000, 2, **given)
     until_step(workers, 3)
     stopped = rack if case == "a rack stops" else root
@@ -208,7 +208,7 @@ def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, swi
 
 
 def test_a_switch_that_starts_again_costs_no_step(hosts, switches, tmp_path):
-    case, plan, steps = Case(eager=True), one(switches), 40
+    case, plan, steps = Case(eager=True), one(switches), 24
     whole = trained(case, [hosts(1)[0].where], tmp_path / "whole", plan, steps=steps)
     home = tmp_path / "killed"
     home.mkdir()
