@@ -17,6 +17,7 @@ from roadtrain.options.check import check_options
 
 MODULES = (
     "roadtrain.servers.serve",
+    "roadtrain.training.train",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )
