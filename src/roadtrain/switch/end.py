@@ -46,17 +46,8 @@ from roadtrain.switch.fixed_point import load_kernels
 from roadtrain.switch.greeting import check_same, plan_of
 from roadtrain.switch.lateness import Lateness, since
 from roadtrain.switch.packets import PACKET_NBYTES, ROOT, Kind, PacketKey
+from roadtrain.switch.protocol import fan_in
 from roadtrain.switch.protocol.chunk_queue import Announce
-from roadtrain.switch.protocol.fan_in import (
-    Broadcast,
-    ExponentsArrived,
-    FanInStateMachine,
-    GradientArrived,
-    Grant,
-    PushRound,
-    SendMaxima,
-    Tick,
-)
 from roadtrain.switch.registration import RESTART, JobTree, Registration
 from roadtrain.switch.streams import (
     SEND_NBYTES,
@@ -116,7 +107,7 @@ class FanInEnd(IntermediarySession):
 
     name = "fan-in"
     connection_class = FanInConnection
-    machine: FanInStateMachine  # set once the layout is known
+    machine: fan_in.FanInStateMachine  # set once the layout is known
 
     def __init__(
         self, greeting: switch_frames.FanInHello, host: StoreHost, options: TcpOptions
@@ -257,7 +248,7 @@ class FanInEnd(IntermediarySession):
             self._chunks = list(meta.table.chunks)
             self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.buffers)]
             self._sums = [Buffer(budgets.scratch_bytes) for _ in range(budgets.buffers)]
-            self.machine = FanInStateMachine(
+            self.machine = fan_in.FanInStateMachine(
                 self.workers,
                 budgets.buffers,
                 budgets.buffers,
@@ -355,11 +346,11 @@ class FanInEnd(IntermediarySession):
 
     def _whole(self, run: ExpectedRun) -> None:
         if run.kind is Kind.GRADIENT:
-            self.post(GradientArrived(run.chunk, run.round))
+            self.post(fan_in.GradientArrived(run.chunk, run.round))
             return
         with self.lock:
             self._maxima[run.chunk, run.round] = run.maxima
-        self.post(ExponentsArrived(run.chunk, run.round))
+        self.post(fan_in.ExponentsArrived(run.chunk, run.round))
 
     def _beats(self, batch: Batch) -> None:
         for beat, header, _ in beats_of(self._of_root(batch)):
@@ -383,7 +374,7 @@ class FanInEnd(IntermediarySession):
         self._send_silent()
         if not self._chunks:
             return
-        self.post(Tick(now))
+        self.post(fan_in.Tick(now))
         with self.lock:
             late, left, apart = self.machine.late(), set(self.lost_ranks), self.machine.apart
             here = len(self.connections) == self.workers and bool(self._ports)
@@ -434,32 +425,32 @@ class FanInEnd(IntermediarySession):
 
     def _carry_out(self, action: Any) -> None:
         match action:
-            case Broadcast():
+            case fan_in.Broadcast():
                 self._broadcast(action)
-            case Grant():
+            case fan_in.Grant():
                 self._grant(action)
-            case SendMaxima():
+            case fan_in.SendMaxima():
                 self._send_maxima(action)
-            case PushRound():
+            case fan_in.PushRound():
                 self._push(action)
             case _:
                 super()._carry_out(action)
 
-    def _broadcast(self, action: Broadcast) -> None:
+    def _broadcast(self, action: fan_in.Broadcast) -> None:
         pull = action.pulls[0]
         nbytes = round_up(self._chunks[pull.chunk].weights_nbytes, PAGE)
         view = np.frombuffer(self._copies[action.buffer].view, np.uint8, nbytes)
         carried = OutgoingBytes(Kind.PARAMETERS, pull.chunk, pull.version, view)
         self._go_out(carried, lambda: self.post(messages.Done(action)))
 
-    def _grant(self, action: Grant) -> None:
+    def _grant(self, action: fan_in.Grant) -> None:
         blocks = fixed_point.blocks_of(self._chunks[action.chunk].numel)
         self._incoming.expect_exponents(action.chunk, action.round, action.first, blocks)
         for worker in self.everyone():
             fields = action.chunk, action.round, action.first, worker.rank in action.announced
             worker.say(switch_frames.GRANT, fields)
 
-    def _send_maxima(self, action: SendMaxima) -> None:
+    def _send_maxima(self, action: fan_in.SendMaxima) -> None:
         chunk, round = action.chunk, action.round
         maxima, numel = self._maxima.pop((chunk, round)), self._chunks[chunk].numel
         into = np.frombuffer(self._sums[action.buffer].view, np.float32, numel)
@@ -469,7 +460,7 @@ class FanInEnd(IntermediarySession):
     def _go_out(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> None:
         self._sender.may_send(self._outgoing.add(carried, done))
 
-    def _push(self, action: PushRound) -> None:
+    def _push(self, action: fan_in.PushRound) -> None:
         chunk, view = self._chunks[action.chunk], self._sums[action.buffer].view
         nbytes = 4 * chunk.numel
         if self._all == 1:  # the server expects the chunk's dtype from a single worker
