@@ -38,4 +38,5 @@ def test_the_same_command_goes_on(tmp_path):
         later, done = script(tmp_path / str(kill))
         assert done.returncode == 0, done.stderr
         assert first == whole[: kill - 1] and later == whole[-len(later) :]
-        assert int(later[0].split()[0]) in (kill, kill + 1)
+        # at most two steps are uncommitted (docs/one-step.md)
+        assert int(later[0].split()[0]) in (kill - 1, kill, kill + 1)
