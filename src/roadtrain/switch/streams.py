@@ -30,9 +30,9 @@ from roadtrain.switch.protocol.timed_sender import BEAT_S, TimedSender
 from roadtrain.transport.tcp import Address
 
 RUN = 264  # packets made at once: six system calls of 64 KB each
-GATHERED = 528  # bulk packets that a port handles at once
-HOLD_S = 0.016  # longest time that packets wait in the kernel, to be handled together
-FEW = 16  # if fewer packets arrive in HOLD_S, each packet is handled immediately
+GATHERED = 264  # bulk packets that a port handles at once
+HOLD_S = 0.008  # longest time that packets wait in the kernel, to be handled together
+FEW = 8  # if fewer packets arrive in HOLD_S, each packet is handled immediately
 # Send buffer of a socket; the kernel takes twice as many bytes. It must be smaller than the host's
 # queue for its network device, which silently drops packets when it is full (the queues of the lab
 # have 256 KiB and more); a full send buffer makes the sender wait instead.

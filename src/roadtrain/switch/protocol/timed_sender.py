@@ -28,7 +28,7 @@ LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.2, 2.0
 STUCK = 5  # timers that expire without progress, after which the sender counts as stuck
 GAIN = 2.0
 # A round trip counts as at least as long. Even where no queue is full, an acknowledgement waits for
-# the next heartbeat (10 ms), for hosts that gather packets (16 ms) and switches (4 ms).
+# the next heartbeat (10 ms), for hosts that gather packets (8 ms) and switches (4 ms).
 LEAST_TRIP_S = 0.03
 # Packets in flight at first, and in addition to those of the rate. Without the addition, a stream
 # whose heartbeats wait in the queue of the opposite stream could stay below the rate of its link.
