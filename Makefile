@@ -18,25 +18,26 @@ train-plain: $(READY)
 
 # Two tests at a time; then, one after another, those that measure time or need root (the latter skip themselves without).
 TWO := $(BIN)/pytest -n 2 --dist worksteal
+ALONE := tests/*/local tests/*/lab
 test: $(READY)
 	$(TWO) -m "not alone and not exhaustive" $(ARGS)
-	$(BIN)/pytest -m "alone and not exhaustive" tests/local tests/lab $(ARGS)
+	$(BIN)/pytest -m "alone and not exhaustive" $(ALONE) $(ARGS)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
-	$(TWO) -m "not slow and not exhaustive and not lab" tests/unit tests/contract $(ARGS)
+	$(TWO) -m "not slow and not exhaustive and not lab" tests/*/unit $(ARGS)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)
 	$(TWO) -m "exhaustive and not alone" $(ARGS)
-	$(BIN)/pytest -m "exhaustive and alone" tests/local tests/lab $(ARGS)
+	$(BIN)/pytest -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest
 
 check: $(READY) types docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py tests/unit/test_prose.py tests/unit/test_reference.py
+	$(BIN)/pytest tests/house/unit/test_layers.py tests/house/unit/test_public_names.py tests/documentation/unit/test_prose.py tests/documentation/unit/test_reference.py
 
 types: $(READY)
 	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma -p roadtrain_switch_offload

@@ -9,7 +9,7 @@ Prints each finding with its place, and the four counts:
 
 Reads docstrings, comments, strings given to exceptions, to `hint=`, `help=` and `description=`, and
 Markdown outside code blocks. It finds candidates, and does NOT judge: a sentence may pass and still
-be hard to read. tests/unit/test_prose.py keeps the counts from rising.
+be hard to read. tests/documentation/unit/test_prose.py keeps the counts from rising.
 """
 
 from __future__ import annotations

@@ -32,11 +32,21 @@ def check_tree() -> None:
             )
 
 
-# At import: the other conftest files already import what is checked here.
+# At import: the fixtures already import what is checked here.
 check_tree()
 # Tests start processes, some of them in other directories.
 before = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
+pytest_plugins = ["tests.support.fixtures"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by its folder: `unit`, `local` or `lab`; a lab is the whole machine's."""
+    for item in items:
+        if (level := item.path.parent.name) in ("unit", "local", "lab"):
+            item.add_marker(level)
+        if level == "lab":
+            item.add_marker("alone")
 
 
 @pytest.fixture(scope="module", autouse=True)

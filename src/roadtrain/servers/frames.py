@@ -10,8 +10,8 @@ servers/protocol/messages.py. An invalid frame raises WireError, and nothing is 
 unpickled (Rule 8). Further frames are in sums/sum_frames.py and switch/switch_frames.py.
 
 NOTE language. LANGUAGE is a digest of the names, numbers and types of all frames of all packages,
-which two processes compare when they connect. tests/unit/test_language.py prints the new digest.
-Increase EDITION when the meaning of a field changes, but not its type.
+which two processes compare when they connect. tests/house/unit/test_language.py prints the new
+digest. Increase EDITION when the meaning of a field changes, but not its type.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Optional parts of roadtrain itself are registered in the same way, in its pyproj
 A distribution declares a kind of link with a subclass of tcp.TcpOptions. Such a link uses TCP
 connections, and the same handshake as a TCP link. The method `channel` of the subclass makes the
 Channel that moves the bytes of an accepted connection. The method `check` raises an error if this
-host does not support the link. A Channel must pass tests/contract/test_link.py. plugins/rdma is an
-example. Links inside a host (shm, local) are chosen automatically.
+host does not support the link. A Channel must pass tests/transport/unit/test_link.py. plugins/rdma
+is an example. Links inside a host (shm, local) are chosen automatically.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""A killed loop with accelerate goes on by the same command, with its scheduler and its loader
+tracked (Rule 3)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+SUPPORT = Path(__file__).parents[2] / "support"
+STEPS = 11  # of four batches an epoch
+
+
+def script(store, kill=0):
+    """The lines of steps, and how the process ended."""
+    words = [SUPPORT / "accelerate_run.py", store, STEPS, kill]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
+    )
+    return [line for line in done.stdout.splitlines() if line[0].isdigit()], done
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on(tmp_path):
+    """Killed in an epoch and at its end, between step() and scheduler.step()."""
+    whole, done = script(tmp_path / "whole")
+    assert len(whole) == STEPS, done.stderr
+    for kill in (3, 4):
+        first, done = script(tmp_path / str(kill), kill)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        later, done = script(tmp_path / str(kill))
+        assert done.returncode == 0, done.stderr
+        assert first == whole[: kill - 1] and later == whole[-len(later) :]
+        assert int(later[0].split()[0]) in (kill, kill + 1)

@@ -1,0 +1,105 @@
+"""A killed run of Hugging Face's Trainer goes on by the same command: losses, logged means, schedule
+and the order of the data are those of a run that was not killed (Rule 3)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def script(home, **options):
+    """The lines of steps and means, and how the process ended."""
+    words = [SUPPORT / "trainer_run.py", home / "store", home / "out", json.dumps(options)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
+    )
+    lines = [line for line in done.stdout.splitlines() if line.split()[0] in ("step", "mean")]
+    return lines, done
+
+
+def whole(home, **options):
+    lines, done = script(home, **options)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("step") for line in lines) == 12
+    return lines
+
+
+def goes_on(home, expected, kill, **options):
+    """The step it was killed in is taken again at most."""
+    first, done = script(home, kill=kill, **options)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    resume = options.pop("resume_after", None)
+    later, done = script(home, resume=resume, **options)
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in later if line.startswith("step")]
+    assert int(steps[0].split()[1]) in (kill, kill + 1)
+    assert set(first) | set(later) == set(expected) and not set(later) - set(expected)
+    return later
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        ((3, 10), {}),  # in an epoch, and at its end: five steps are one
+        ((4,), {"accumulate": 2}),
+        pytest.param((7,), {"seedable": False}, marks=pytest.mark.exhaustive),
+        pytest.param((5, 6, 9), {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_the_same_command_goes_on(tmp_path, kills, options):
+    expected = whole(tmp_path / "whole", **options)
+    for kill in kills:
+        goes_on(tmp_path / str(kill), expected, kill, **options)
+
+
+@pytest.mark.slow
+def test_a_command_that_resumes_from_its_last_checkpoint_goes_on(tmp_path):
+    """The checkpoint is of step 4, the store further."""
+    expected = whole(tmp_path / "whole")
+    home = tmp_path / "killed"
+    goes_on(home, expected, 7, resume_after=True)
+    assert script(home, resume=True)[0] == []  # it is done
+    # a checkpoint that is not the last one means to go back, which the store cannot
+    _, done = script(home, resume=str(home / "out" / "checkpoint-4"))
+    assert done.returncode and "Nothing was changed" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_store_that_no_trainer_has_trained_is_refused(tmp_path):
+    """Its values would be trained on with a count, a schedule and data from the beginning."""
+    (tmp_path / "plain.py").write_text(
+        (SUPPORT / "trainer_run.py")
+        .read_text()
+        .replace("trainer.train(", "trainer.create_optimizer_and_scheduler(12)\nplain(")
+        .replace(
+            "store, out, options",
+            "def plain(**_):\n"
+            "    placed = trainer.optimizer\n"
+            "    del placed.job_state.tracked['trainer']\n"
+            "    trainer.model(**{k: v[None] for k, v in data[0].items()}).loss.backward()\n"
+            "    placed.step()\n"
+            "    placed.close()\n"
+            "    raise SystemExit\n\n\nstore, out, options",
+            1,
+        )
+    )
+    words = [tmp_path / "plain.py", tmp_path / "store", tmp_path / "out", "{}"]
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines, done = script(tmp_path)
+    assert done.returncode and not lines
+    assert "the store is at step 1, but has no progress of a Trainer" in done.stderr

@@ -1,0 +1,343 @@
+"""Staleness 1: a step computes with the parameters from before the last step's update, as the plain
+loop here does.
+Above that: with whatever there is."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import roadtrain
+from roadtrain import Delay, Servers, TopK
+from roadtrain.errors import BudgetError, ConfigError, ForeignError
+from roadtrain.options.budgets import derive
+from roadtrain.placement import session_plan
+from roadtrain.storage.file import FileTier
+from tests.support.models import Case
+from tests.support.processes import HostProcess, Workers
+
+
+class Branchy(nn.Module):
+    """Its middle layer is used in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 300)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(300, 300), nn.Tanh()) for _ in range(4))
+        self.gate = nn.Parameter(torch.ones(300))
+        self.last = nn.Linear(300, 8)
+
+    def forward(self, x, skip):
+        h = self.first(x)
+        for i, layer in enumerate(self.layers):
+            if not (skip and i == 1):
+                h = layer(h)
+        return self.last(h if skip else h * self.gate)
+
+
+SKIPS = [False, False, True, True, False, True, False, False]
+
+
+def batch(step):
+    torch.manual_seed(step)
+    return torch.randn(4, 8), torch.randn(4, 8)
+
+
+def plain():
+    """Two copies of the model: gradients are taken at what the other was one update ago."""
+    torch.manual_seed(0)
+    now, torch_rng = Branchy(), torch.get_rng_state()
+    torch.set_rng_state(torch_rng)
+    late = Branchy()
+    late.load_state_dict(now.state_dict())
+    optimizer = torch.optim.AdamW(now.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for step, skip in enumerate(SKIPS):
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(late(x, skip), y)
+        late.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        for p, q in zip(now.parameters(), late.parameters()):
+            p.grad = None if q.grad is None else q.grad.clone()
+        late.load_state_dict(now.state_dict())  # before the update
+        optimizer.step()
+    return losses, {n: p.detach().clone() for n, p in now.named_parameters()}
+
+
+def placed(stops, dtype=torch.float32, **options):
+    losses, found = [], {}
+    for stop in stops:
+        torch.manual_seed(0)
+        model = Branchy()
+        optimizer = roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+            report=lambda _: None,
+            chunk_elements=1 << 16,
+            dtype=dtype,
+            **{"delay": Delay(1), **options},
+        )
+        with optimizer:
+            while optimizer.steps_done < stop:
+                step = optimizer.steps_done
+                x, y = batch(step)
+                loss = nn.functional.mse_loss(model(x.to(dtype), SKIPS[step]).float(), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            found = {
+                spec.name: torch.from_numpy(optimizer.read(spec.name).copy())
+                for spec in optimizer.params
+            }
+            found["first.weight:step"], found["layers.1.0.weight:step"] = (
+                torch.from_numpy(optimizer.read(name, "step"))
+                for name in ("first.weight", "layers.1.0.weight")
+            )
+    return losses, found
+
+
+@pytest.mark.parametrize("promise", [None, 1])
+def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
+    losses, weights = plain()
+    ram = placed([8], backwards_per_step=promise)
+    assert ram[0] == pytest.approx(losses, rel=1e-4)
+    for name, p in weights.items():
+        assert torch.allclose(ram[1][name], p, rtol=0, atol=1e-4), name
+    for stops, options in (
+        ([8], {}),
+        ([1, 3, 4, 5, 8], {}),
+        ([2, 6, 7, 8], {"host_budget": "200MiB"}),
+    ):
+        home = tmp_path / str(len(stops))
+        seen = placed(stops, backwards_per_step=promise, store=[home / "a", home / "b"], **options)
+        assert seen[0] == ram[0], stops  # Rules 1 and 3: at every step it stopped at, the same bits
+        assert all(torch.equal(seen[1][name], ram[1][name]) for name in weights)
+
+
+def test_a_device_that_writes_late(tmp_path, monkeypatch):
+    """Both versions are asked for while the record still waits to be written, also where only
+    its copy is in memory."""
+    ram = placed([5], backwards_per_step=1, dtype=torch.bfloat16)
+    write = FileTier.write
+    monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.03), write(*a))[1])
+    for i, kept in enumerate(("resident", "weights_resident", "nothing")):
+
+        def only(*args, kept=kept):
+            budgets = derive(*args)
+            every = frozenset(range(len(args[0].chunks)))
+            records = replace(
+                budgets.records,
+                resident=every if kept == "resident" else frozenset(),
+                weights_resident=every if kept == "weights_resident" else frozenset(),
+            )
+            return replace(budgets, records=records)
+
+        monkeypatch.setattr(session_plan, "derive", only)
+        seen = placed([5], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
+        assert seen[0] == ram[0], kept
+        assert all(torch.equal(seen[1][name], p) for name, p in ram[1].items())
+
+
+@pytest.mark.parametrize("where", [None, "a"])
+def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
+    """The weights part of a record is one update behind; nobody outside sees that."""
+    model = Branchy()
+    optimizer = roadtrain.place(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        delay=Delay(1),
+        dtype=torch.bfloat16,
+        store=where and tmp_path / where,
+        report=lambda _: None,
+    )
+    with optimizer:
+        for step in range(3):
+            x, y = batch(step)
+            nn.functional.mse_loss(model(x.bfloat16(), False).float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for spec in optimizer.params:
+            master = torch.from_numpy(optimizer.read(spec.name).copy())
+            public = torch.from_numpy(
+                optimizer.read(spec.name, "weights").copy().view("int16")
+            ).view(torch.bfloat16)
+            assert torch.equal(master.bfloat16(), public), spec.name
+
+
+def test_what_it_does_not_do_is_said(tmp_path):
+    placed([2], store=tmp_path / "a")
+    model = Branchy()
+    with pytest.raises(
+        ForeignError, match="trained with staleness 1, but staleness 0 is requested"
+    ):
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            store=tmp_path / "a",
+            chunk_elements=1 << 16,
+        )
+    with pytest.raises(ConfigError, match="cannot be converted"):
+        placed([3], store=[tmp_path / "a", tmp_path / "b"])
+    for wrong in (-1, 1.5, "all"):
+        with pytest.raises(ConfigError, match="`steps` cannot be"):
+            Delay(wrong)
+    with pytest.raises(ConfigError, match="a block fetched again may differ"):
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            delay=Delay(2),
+            store=Servers(["a:1"], buffering="none"),
+        )
+    with pytest.raises(BudgetError, match=r"4 blocks .* in memory, but only 2 fit"):
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            delay=Delay(2),
+            host_budget="40MiB",
+            store=tmp_path / "c",
+        )
+    with pytest.raises(ConfigError, match="error feedback"):
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            delay=Delay(1),
+            compress=TopK(0.05, error_feedback=True),
+        )
+    assert len(placed([3], store=tmp_path / "a")[0]) == 1  # nothing of it was lost
+
+
+class Wide(nn.Module):
+    """Many chunks, little to compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)) for _ in range(12)
+        )
+
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.last(h)
+
+
+def wide(steps, **options):
+    torch.manual_seed(0)
+    model, out = Wide(), []
+    optimizer = roadtrain.place(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False),
+        report=lambda _: None,
+        deadline_s=30,
+        chunk_elements=1 << 16,
+        backwards_per_step=1,
+        **options,
+    )
+    with optimizer:
+        for step in range(steps):
+            x, y = batch(step)
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+    return out
+
+
+def test_a_server_slower_than_all_else(tmp_path):
+    """Its buffers fill with gradients of the next step while this one waits for a commit, of
+    which the worker tells behind them: they are put away. Rules 1 and 5."""
+    expected = wide(4, delay=Delay(1))
+    hosts = [
+        HostProcess(tmp_path / "a", snapshot=tmp_path / "a", fault=("slow", 0.03)),
+        HostProcess(tmp_path / "b"),
+    ]
+    try:
+        assert (
+            wide(
+                4,
+                delay=Delay(1),
+                store=Servers([host.where for host in hosts]),
+                host_budget="200MiB",
+            )
+            == expected
+        )
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "least", "most"), [(0, 0, 1), (1, 0, 2), (4, 3, 5), ("none", 12, 17)]
+)
+def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
+    host = HostProcess(tmp_path / "host")
+    case, steps, changes = Case(eager=True, staleness=staleness), 40, {1: "stand still"}
+    workers = Workers(case, [host.where], tmp_path, steps, 2, norms=False, changes=changes)
+    try:
+        still = psutil.Process(workers.processes[1].pid)
+        wait_until(lambda: still.status() == psutil.STATUS_STOPPED)
+        stood = done(workers.logs[1])
+        wait_until(lambda: done(workers.logs[0]) >= stood + least)
+        time.sleep(1.0)
+        ahead = done(workers.logs[0]) - stood
+        assert least <= ahead <= most + 1
+        os.kill(workers.processes[1].pid, signal.SIGCONT)
+        assert workers.join() == [0, 0], workers.errors()
+        assert min(map(done, workers.logs)) == steps
+    finally:
+        host.kill()
+        for process in workers.processes:
+            process.kill()
+
+
+def done(log):
+    """Steps that were written down."""
+    return sum(line[0].isdigit() for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_until(true, deadline_s=60):
+    begin = time.monotonic()
+    while not true():
+        assert time.monotonic() - begin < deadline_s
+        time.sleep(0.05)
+
+
+def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
+    for steps in (3, None):
+        seen, found = placed([4, 8], store=tmp_path / str(steps), delay=Delay(steps))
+        assert len(seen) == 8 and all(torch.isfinite(w).all() for w in found.values())
+        assert (found["first.weight:step"], found["layers.1.0.weight:step"]) == (8, 8 - sum(SKIPS))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"compress": TopK(0.1)}],
+    ids=lambda how: next(iter(how)),
+)
+def test_it_goes_with_all_else(how, tmp_path):
+    hosts = [HostProcess(tmp_path / name) for name in "ab"]
+    try:
+        workers = Workers(
+            Case(eager=True, staleness=3),
+            [host.where for host in hosts],
+            tmp_path,
+            8,
+            2,
+            norms=False,
+            **how,
+        )
+        assert workers.join() == [0, 0], workers.errors()
+        assert [done(log) for log in workers.logs] == [8, 8]
+    finally:
+        for host in hosts:
+            host.kill()

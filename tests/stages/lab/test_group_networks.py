@@ -1,0 +1,83 @@
+"""Bytes of each group go by the network that was chosen for it, on hosts of a lab."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crosscluster_broken import HOSTS, JOB, MBIT
+from roadtrain.lab import LabNic, Network, network_available
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
+]
+NBYTES = 4 << 20  # of the worker's tensor
+FAST, SLOW = 0, 1  # a host's NICs
+
+
+def test_each_group_goes_by_its_network(tmp_path) -> None:
+    """Two stages of two replicas: sums of a stage by InfiniBand or RoCE, messages between the
+    stages by Ethernet; no variable of the environment says which interface (Rule 6)."""
+    nics = {
+        name: [LabNic(800 * MBIT, f"fast {name[0]}"), LabNic(50 * MBIT, "ethernet")]
+        for name in HOSTS
+    }
+    (tmp_path / "job.toml").write_text(JOB)
+    words = [sys.executable, str(Path(__file__).parents[2] / "support" / "group_worker.py")]
+    with Network(nics) as network:
+        hosts = [network.hosts[name] for name in HOSTS]
+        workers = [
+            host.run(
+                [*words, str(tmp_path / "job.toml")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(HOSTS)),
+                    "MASTER_ADDR": hosts[0].nics[SLOW].address,
+                    "MASTER_PORT": "29500",
+                },
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        try:
+            said = every(workers, "begin")
+            before = sent(hosts)
+            assert every(workers, "sum") == [f"done {NBYTES / 2}"] * 4, said
+            summed = sent(hosts)
+            every(workers, "pass on")
+            passed = sent(hosts)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+                worker.stdin.close()
+                worker.stdout.close()
+    for host in range(4):
+        by_fast, by_slow = (summed[host][nic] - before[host][nic] for nic in (FAST, SLOW))
+        # a sum of two ranks sends as much as there is
+        assert NBYTES <= by_fast < 1.05 * NBYTES, host
+        assert by_slow < 0.05 * NBYTES, host  # the barrier
+        by_fast, by_slow = (passed[host][nic] - summed[host][nic] for nic in (FAST, SLOW))
+        assert by_fast < 0.01 * NBYTES, host
+        if host < 2:
+            assert NBYTES <= by_slow < 1.05 * NBYTES, host
+
+
+def every(workers, word):
+    for worker in workers:
+        worker.stdin.write(word + "\n")
+        worker.stdin.flush()
+    return [worker.stdout.readline().strip() for worker in workers]
+
+
+def sent(hosts):
+    return [[nic.traffic().sent for nic in host.nics] for host in hosts]

@@ -1,0 +1,72 @@
+"""Two hosts with a stage each, and the link between them is cut: both end within the deadline with a
+sentence, and go on when it is back (Rules 3 and 5)."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roadtrain.lab import LabNic, Network, network_available
+from roadtrain.stages.control_links import GRACE_S
+
+pytestmark = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
+JOB = Path(__file__).parents[2] / "support" / "pipeline_job.py"
+DEADLINE_S = 8.0  # of the job
+
+
+def lines(home, rank=0):
+    path = home / f"lines-{rank}"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def steps(home):
+    return [int(one.split()[0]) for one in lines(home) if one[0].isdigit()]
+
+
+def run(network, home, port, count, log):
+    address = network.hosts["a0"].address
+    return [
+        network.hosts[host].run(
+            [sys.executable, str(JOB), str(home), str(rank), address, str(port), str(count)],
+            stdout=log,
+            stderr=log,
+        )
+        for rank, host in enumerate(("a0", "b0"))
+    ]
+
+
+def test_a_cut_link(tmp_path):
+    home = tmp_path / "run"
+    home.mkdir()
+    with (
+        Network({name: [LabNic(50e6)] for name in ("a0", "b0")}) as network,
+        open(tmp_path / "log", "w+") as log,
+    ):
+        processes = run(network, home, 7100, 1000, log)
+        try:
+            until = time.monotonic() + 90
+            while len(steps(home)) < 4:
+                assert time.monotonic() < until, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            cut = time.monotonic()
+            assert network.hosts["b0"].run(["ip", "link", "set", "eth0", "down"]).wait(10) == 0
+            for process in processes:
+                process.wait(4 * DEADLINE_S)
+            assert time.monotonic() - cut < DEADLINE_S + GRACE_S + 12.0
+            said = [(home / f"said-{rank}").read_text() for rank in range(2)]
+            for own, one in enumerate(said):
+                assert one.startswith(("DeadlineError: ", "LostError: ")), said
+                assert "stage" in one and "step" in one and f"rank {1 - own}" in one, said
+            assert network.hosts["b0"].run(["ip", "link", "set", "eth0", "up"]).wait(10) == 0
+            done = max(steps(home)) + 1
+            processes = run(network, home, 7101, done + 2, log)
+            for process in processes:
+                process.wait(90)
+            said = [(home / f"said-{rank}").read_text() for rank in range(2)]
+            assert said == ["ended"] * 2, (tmp_path / "log").read_text()
+            assert max(steps(home)) == done + 1
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()

@@ -1,0 +1,493 @@
+"""parallelize(): losses, norms and evaluation are those of one process with place(), for several
+models, widths and stages."""
+
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import roadtrain
+from roadtrain import MicroBatch, Parallelism, ParallelOptions
+from roadtrain.errors import ConfigError
+from roadtrain.stages.snapshots import SnapshotOptions
+from roadtrain.stages.stage_buffers import own_buffers
+from roadtrain.stages.tensor_styles import Column, Row
+from tests.support.models import Net
+from tests.support.world import run
+
+STEPS = 3
+SHAPES = {
+    "llama": {
+        "num_hidden_layers": 6,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    },
+    # tied: the first and the last stage have a copy of the embeddings
+    "gpt2": {
+        "n_layer": 6,
+        "n_embd": 32,
+        "n_head": 4,
+        "vocab_size": 100,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "opt": {
+        "num_hidden_layers": 6,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "word_embed_proj_dim": 32,
+        "dropout": 0.0,
+    },
+    # with dropout of embeddings, attention and residuals, as by default
+    "gpt2 dropout": {"n_layer": 6, "n_embd": 32, "n_head": 4, "vocab_size": 100},
+}
+
+
+def model_of(kind):
+    config = transformers.AutoConfig.for_model(kind.split()[0], **SHAPES[kind])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def sgd(model):
+    """A rule that sees the scale of a gradient, which AdamW's step does not; and it has state."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def micro_batch(step, micro):
+    seed = torch.Generator().manual_seed(100 * step + micro)
+    x = torch.randint(0, 100, (2, 16), generator=seed)
+    return MicroBatch((), {"input_ids": x, "labels": x})
+
+
+def alone(kind, num_microbatches, steps=STEPS):
+    """(loss, norm) of each step by one process."""
+    torch.manual_seed(0)
+    model = model_of(kind)
+    optimizer = roadtrain.place(model, sgd(model), report=lambda _: None)
+    found = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(num_microbatches):
+            loss = model(**micro_batch(step, micro).kwargs).loss / num_microbatches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        found.append((total, optimizer.grad_norm()))
+        optimizer.zero_grad()
+    optimizer.close()
+    return found
+
+
+def stores_of(stages, directory):
+    """Every second stage streams from files, the others from memory."""
+    return {
+        stage: roadtrain.Files(directory / f"stage{stage}") if stage % 2 else roadtrain.Memory()
+        for stage in stages
+    }
+
+
+def staged(kind, parallelism, num_microbatches, options, rank):
+    model, lines = model_of(kind), []
+    training = roadtrain.parallelize(
+        model,
+        sgd(model),
+        ParallelOptions(parallelism, num_microbatches, deadline_s=60.0, **options),
+        example=micro_batch(0, 0),
+        report=lines.append,
+    )
+    with training:
+        results = [training.step(partial(micro_batch, step)) for step in range(STEPS)]
+        held_out = training.evaluate(partial(micro_batch, STEPS))
+    return [(one.loss, one.grad_norm) for one in results], held_out, lines
+
+
+def moved(kind, parallelism, num_microbatches, options, sizes, rank):
+    """As `staged`, with other sizes before each step but the first."""
+    model, lines = model_of(kind), []
+    training = roadtrain.parallelize(
+        model,
+        sgd(model),
+        ParallelOptions(parallelism, num_microbatches, deadline_s=60.0, **options),
+        example=micro_batch(0, 0),
+        report=lines.append,
+    )
+    results = []
+    with training:
+        for step in range(STEPS):
+            if step:
+                training.sizes.move(sizes[step - 1])
+            results.append(training.step(partial(micro_batch, step)))
+    return [(one.loss, one.grad_norm) for one in results], 0.0, lines
+
+
+class Part(nn.Module):
+    """With a frozen parameter and a buffer that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x):
+        self.runs.add_(1)
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Part() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def number(step, micro):
+    return MicroBatch((torch.full((2, 8), 0.1 * (step + micro + 1)),))
+
+
+def square(result, _):
+    return result.square().mean()
+
+
+def parts_moved(rank):
+    """The losses, and how often each part has run, where parts move to and fro."""
+    model = Parts()
+    training = roadtrain.parallelize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        ParallelOptions(Parallelism(pp=2), 4, resize_stages=0.9, deadline_s=60.0),
+        example=number(0, 0),
+        loss=square,
+        report=lambda _: None,
+    )
+    losses = []
+    with training:
+        for step, sizes in enumerate([(3, 1), (1, 3), (2, 2)]):
+            training.sizes.move(sizes)
+            losses.append(training.step(partial(number, step)).loss)
+    return losses, {name: int(count) for name, count in model.named_buffers()}
+
+
+@pytest.mark.slow
+def test_what_is_no_trained_parameter_moves_too():  # Rule 6
+    found, model, want = run(2, parts_moved), Parts(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        total = sum(square(model(*number(step, micro).args), None) / 4 for micro in range(4))
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(total.item())
+    for rank, (losses, runs) in enumerate(found):
+        assert losses == pytest.approx(want, rel=1e-6)
+        assert runs == {f"layers.{i}.runs": 12 for i in (2 * rank, 2 * rank + 1)}
+
+
+MLP = "model.layers.*.mlp"
+PLAN = {f"{MLP}.gate_proj": Column(), f"{MLP}.up_proj": Column(), f"{MLP}.down_proj": Row()}
+REST = pytest.mark.exhaustive  # more cells of what the others show
+CASES = [
+    pytest.param("llama", Parallelism(pp=2), 4, {}, id="two stages"),
+    pytest.param(
+        "llama",
+        Parallelism(pp=2, dp=2, stages=(2, 4)),
+        4,
+        {},
+        id="uneven stages of two",
+        marks=REST,
+    ),
+    pytest.param("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}, id="narrowing"),
+    pytest.param("gpt2", Parallelism(pp=2, virtual_stages=3), 4, {}, id="interleaved", marks=REST),
+    pytest.param("gpt2", Parallelism(pp=2, dp=2), 4, {}, id="stages of two"),
+    pytest.param("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}, id="widening"),
+    pytest.param("llama", Parallelism(dp=2), 4, {"overlap": False}, id="replicas, no overlap"),
+    pytest.param("llama", Parallelism(pp=2, tp=2), 4, {}, id="split stages, llama", marks=REST),
+    pytest.param("gpt2", Parallelism(pp=2, tp=2), 4, {}, id="split stages, gpt2"),
+    pytest.param("opt", Parallelism(tp=2, dp=2), 4, {}, id="split replicas", marks=REST),
+    pytest.param("llama", Parallelism(tp=2, pp=2), 4, {"tensor_plan": PLAN}, id="a tensor plan"),
+    pytest.param(
+        "llama", Parallelism(pp=2, dp=2), 4, {"dtype": torch.bfloat16}, id="bf16", marks=REST
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "parallelism", "num_microbatches", "options"), CASES)
+def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, options):
+    work = partial(staged, kind, parallelism, num_microbatches, options)
+    near = 1e-6 if options.get("dtype") is None else 1e-2
+    *steps, (held_out, _) = alone(kind, num_microbatches, STEPS + 1)
+    found = run(parallelism.devices, work)
+    check(found, steps, parallelism, near)
+    assert found[0][1] == pytest.approx(held_out, rel=near), "a step's loss, of what is held out"
+
+
+def check(found, want, parallelism, near=1e-6):
+    assert all(isinstance(one, tuple) for one in found), found
+    for steps, _, _ in found:
+        assert steps == found[0][0]  # all ranks say the same
+        for (loss, norm), (own_loss, own_norm) in zip(steps, want, strict=True):
+            assert loss == pytest.approx(own_loss, rel=near)
+            assert norm == pytest.approx(own_norm, rel=10 * near)
+    if set(parallelism.replicas_of) == {1} and parallelism.tp == 1:
+        # one sum of each gradient, in the same order: the same bits (Rule 1)
+        assert [loss for loss, _ in found[0][0]] == [loss for loss, _ in want]
+    assert len({held_out for _, held_out, _ in found}) == 1
+    assert any(line.startswith("parallel: ") for line in found[0][2])
+    assert not found[-1][2]  # the first rank speaks for all
+
+
+DROPOUT = "gpt2 dropout"
+
+
+@pytest.fixture(scope="module")
+def undivided():
+    """Losses and norms with dropout of one process that runs all micro-batches."""
+    ((steps, _, _),) = run(1, partial(staged, DROPOUT, Parallelism(), 4, {}))
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallelism", "placed"),
+    [
+        (Parallelism(pp=2), False),
+        (Parallelism(pp=3, virtual_stages=2), False),
+        (Parallelism(pp=2, widths=(2, 1)), False),
+        (Parallelism(pp=2, widths=(1, 2), stages=(4, 2)), False),
+        (Parallelism(dp=2), False),
+        (Parallelism(pp=2, dp=2, stages=(1, 5)), False),
+        (Parallelism(pp=2), True),  # blocks are recomputed in backward
+    ],
+    ids=str,
+)
+def test_dropout_depends_on_no_stages_and_no_widths(parallelism, placed, undivided, tmp_path):
+    """Rule 1: a block's random numbers are a function of seed, step, micro-batch and block."""
+    count = 6 if parallelism.virtual_stages > 1 else 4
+    if count == 6:
+        ((undivided, _, _),) = run(1, partial(staged, DROPOUT, Parallelism(), count, {}))
+    options = {"stores": stores_of((0, 1), tmp_path)} if placed else {}
+    found = run(parallelism.devices, partial(staged, DROPOUT, parallelism, count, options))
+    # tied embeddings: the first and the last stage each sum their own gradients first, so norms and
+    # later losses agree to rounding, as they do without dropout
+    for steps, _, _ in found:
+        assert torch.tensor(steps).allclose(torch.tensor(undivided), rtol=1e-5, atol=0), steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "differs"), [(DROPOUT, True), ("gpt2", False)])
+def test_tensor_ranks_that_draw_their_own_numbers_say_so(kind, differs):  # Rule 2
+    found = run(2, partial(staged, kind, Parallelism(tp=2), 2, {}))
+    assert any("draws random numbers" in line for line in found[0][2]) is differs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parallelism", "stages"),
+    [
+        # stage 2 sums and updates beside its ranks, the others stream
+        ("llama", Parallelism(pp=3), (0, 1)),
+        ("llama", Parallelism(pp=2, virtual_stages=3), (0, 1)),
+        ("gpt2", Parallelism(pp=2), (0, 1)),
+    ],
+)
+def test_placed_stages_stream_their_share(kind, parallelism, stages, tmp_path):
+    options = {"stores": stores_of(stages, tmp_path)}
+    work = partial(staged, kind, parallelism, 4, options)
+    check(run(parallelism.devices, work), alone(kind, 4), parallelism)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parallelism", "num_microbatches", "options"),
+    [
+        ("gpt2", Parallelism(pp=2, dp=2), 4, {"stages": "paper"}),
+        (
+            "llama",
+            Parallelism(pp=2, widths=(2, 1)),
+            5,
+            {"stages": "measured", "resize_stages": 0.2},
+        ),
+    ],
+)
+def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options):
+    work = partial(moved, kind, parallelism, num_microbatches, options, [(1, 5), (4, 2)])
+    found = run(parallelism.devices, work)
+    check(found, alone(kind, num_microbatches), parallelism)
+    said = "\n".join(found[0][2])
+    assert "exact" in said and "paper" in said and "even" in said
+    assert "stages of 4, 2 blocks from step 3 on" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": "best"}, "`stages` cannot be 'best'"),
+        ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "number of stores is 1"),
+        ({"stores": {2: roadtrain.Memory()}}, "stage 2, but pp is 2"),
+        ({"activations": torch.float32}, "activations cannot be sent as torch.float32"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(ConfigError, match=words):
+        ParallelOptions(Parallelism(pp=2), 2, **options)
+
+
+def test_a_store_of_several_ranks_is_of_servers():
+    with pytest.raises(
+        ConfigError, match="2 data-parallel ranks, but a Files store supports only 1"
+    ):
+        ParallelOptions(Parallelism(pp=2, dp=2), 4, stores={0: roadtrain.Files("somewhere")})
+
+
+def test_lossy_activations_are_printed():  # Rule 2
+    options = ParallelOptions(Parallelism(pp=2), 2, activations=torch.bfloat16)
+    assert options.lossy_notes() == ["lossy: activations are sent as torch.bfloat16"]
+
+
+def seeded_differently(rank):
+    """What this process prints."""
+    torch.manual_seed(rank)
+    model, x = Net(depth=2, width=32), torch.zeros(2, 8, dtype=torch.long)
+    with redirect_stdout(StringIO()) as said:
+        roadtrain.parallelize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            ParallelOptions(Parallelism(pp=2, widths=(1, 2)), 2, deadline_s=30.0),
+            example=MicroBatch((x,)),
+            loss=lambda result, batch: result.mean(),
+            report=lambda _: None,
+        ).close()
+    return said.getvalue()
+
+
+@pytest.mark.slow
+def test_what_differs_in_another_stage_is_said():  # Rule 6
+    first, second, third = run(3, seeded_differently)
+    assert "stage 1, the group of ranks 1, 2: parameters differ at the start" in second
+    assert not first and not third
+
+
+def continued(kind, parallelism, directory, rank):
+    """Three steps from what was committed in `directory`, and a snapshot."""
+    training = roadtrain.parallelize(
+        model := model_of(kind),
+        sgd(model),
+        ParallelOptions(parallelism, 4, deadline_s=60.0),
+        example=micro_batch(0, 0),
+        report=lambda _: None,
+    )
+    with training:
+        training.keep(directory, SnapshotOptions(), None, lambda _: None)
+        first = training.steps_done
+        steps = range(first, first + STEPS)
+        losses = [training.step(partial(micro_batch, step)).loss for step in steps]
+        training.snapshot({})
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
+def test_tensor_parallel_steps_go_on_with_other_degrees(kind, tmp_path):
+    """Rule 3: tp 2 first, then stages, then both."""
+    want, found = [loss for loss, _ in alone(kind, 4, 3 * STEPS)], []
+    for degrees in (Parallelism(tp=2), Parallelism(pp=2), Parallelism(tp=2, dp=2)):
+        losses = run(degrees.devices, partial(continued, kind, degrees, tmp_path))
+        assert all(one == losses[0] for one in losses)
+        found += losses[0]
+    assert found == pytest.approx(want, rel=1e-5)
+
+
+class Expert(nn.Module):
+    """A block that computes on the rows that it chooses, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.norm(x)
+        out = torch.zeros_like(x)
+        for rows, layer in ((x[:, 0] > 0, self.first), (x[:, 0] <= 0, self.second)):
+            (chosen,) = rows.nonzero(as_tuple=True)
+            out = out.index_add(0, chosen, layer(x[chosen]))
+        return x + torch.tanh(out)
+
+
+def unusual():
+    """Experts, running means inside and outside of blocks; the first stage is frozen."""
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.ModuleList(Expert() for _ in range(4)), nn.BatchNorm1d(8)
+    )
+    model.forward = lambda x: forward(model, x)
+    for p in (*model[0].parameters(), *model[1][0].parameters()):
+        p.requires_grad_(False)
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def forward(model, x):
+    x = model[0](x)
+    for block in model[1]:
+        x = block(x)
+    return model[2](x)
+
+
+def rows(step, micro):
+    return MicroBatch((torch.randn(6, 4, generator=torch.Generator().manual_seed(step + micro)),))
+
+
+def squared(result, _):
+    return (result[:, 0] - result[:, 1:].sum(1)).square().mean()
+
+
+def unusual_stages(rank):
+    model, optimizer = unusual()
+    options = ParallelOptions(Parallelism(pp=2), 4, resize_stages=0.9, deadline_s=60.0)
+    training = roadtrain.parallelize(
+        model, optimizer, options, example=rows(0, 0), loss=squared, report=lambda _: None
+    )
+    losses = []
+    with training:
+        for step, sizes in enumerate([(1, 3), (3, 1), (2, 2)]):
+            training.sizes.move(sizes)
+            losses.append(training.step(partial(rows, 10 * step)).loss)
+        training.sizes.move((1, 3))
+        own = own_buffers(training.stage_model)
+        return losses, {name: value.tolist() for name, value in own.items()}
+
+
+def test_unusual_models_in_stages_that_move():
+    """Rules 1 and 3: what a block has counted moves with it."""
+    model, optimizer = unusual()
+    want = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [squared(model(*rows(10 * step, micro).args), None) / 4 for micro in range(4)]
+        sum(parts).backward()
+        optimizer.step()
+        want.append(sum(parts).item())
+    found = run(2, unusual_stages)
+    assert all(isinstance(one, tuple) for one in found), found
+    counted = found[0][1] | found[1][1]
+    assert counted.keys() == {name for name, _ in model.named_buffers()}
+    for losses, _ in found:
+        assert losses == pytest.approx(want, rel=1e-5)
+    for name, value in model.named_buffers():
+        assert counted[name] == pytest.approx(value.tolist(), rel=1e-5, abs=1e-6), name

@@ -1,0 +1,184 @@
+"""A pipeline that is killed at any moment goes on from its last snapshot (Rule 3), with the same
+parallelism bit for bit, with another one to rounding; who is left ends with a sentence (Rule 5)."""
+
+import random
+import shutil
+import time
+
+import pytest
+
+from roadtrain.stages.parallelism import Parallelism
+from tests.support.pipeline_job import (
+    EVERY,
+    Fault,
+    PipelineProcesses,
+    PipelineSpec,
+    losses,
+    resumed,
+    start,
+)
+
+pytestmark = pytest.mark.slow
+STEPS = 5
+TWO = Parallelism(pp=2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    home = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert start(PipelineSpec(home, TWO, STEPS)) == ["ended"] * 2
+    found = losses(home)
+    assert sorted(found) == list(range(STEPS))
+    return found
+
+
+def killed_and_resumed(home, fault, separate=False):
+    said = start(PipelineSpec(home, TWO, STEPS, separate, fault))
+    assert said[fault.rank] == "", said
+    other = said[1 - fault.rank]
+    # a snapshot's last write is of one rank alone: the other may have come to its end
+    assert other == "ended" or other.startswith(("LostError: ", "DeadlineError: ")), said
+    if fault.kind == "run":
+        assert "step" in other and "stage" in other, other
+    assert start(PipelineSpec(home, TWO, STEPS, separate)) == ["ended"] * 2
+
+
+REST = pytest.mark.exhaustive
+# 8 runs a step of a rank; a snapshot syncs some 10 times
+POINTS = [
+    pytest.param(Fault(0, "run", 3), marks=REST),
+    Fault(1, "run", 8 * 2 + 5),
+    Fault(0, "run", 8 * 4 + 1),
+    pytest.param(Fault(0, "fsync", 1), marks=REST),
+    Fault(1, "fsync", 3),
+    pytest.param(Fault(1, "fsync", 6), marks=REST),
+    Fault(0, "fsync", 8),
+    pytest.param(Fault(1, "fsync", 9), marks=REST),
+]
+
+
+@pytest.mark.parametrize("fault", POINTS, ids=lambda f: f"{f.kind}-{f.at}-of-{f.rank}")
+def test_killed_at_a_point_it_repeats_the_same_losses(fault, undisturbed, tmp_path):  # Rule 3
+    home = tmp_path / "run"
+    killed_and_resumed(home, fault)
+    assert losses(home) == undisturbed
+    assert all(step % EVERY == 0 for step in resumed(home))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(12))
+def test_killed_anywhere_on_hosts_with_their_own_disks(seed, undisturbed, tmp_path):
+    choose = random.Random(seed)
+    kind = choose.choice(["run", "fsync"])
+    fault = Fault(
+        choose.randrange(2), kind, choose.randrange(1, 8 * STEPS if kind == "run" else 12)
+    )
+    home = tmp_path / "run"
+    killed_and_resumed(home, fault, separate=True)
+    assert losses(home) == undisturbed
+
+
+FILES_FAULTS = [
+    Fault(0, "run", 8 + 3),
+    pytest.param(Fault(1, "run", 8 * 2 + 5), marks=REST),
+    pytest.param(Fault(0, "run", 8 * 4 + 3), marks=REST),
+]
+
+
+@pytest.mark.parametrize("fault", FILES_FAULTS, ids=lambda f: f"{f.at}-of-{f.rank}")
+def test_a_stage_on_files_goes_back_to_the_snapshot(fault, tmp_path):  # Rule 3
+    """Its store has committed steps since then, or not all up to then."""
+    spec = PipelineSpec(tmp_path / "whole", TWO, STEPS, on_files=(1,))
+    assert start(spec) == ["ended"] * 2
+    home = tmp_path / "run"
+    said = start(PipelineSpec(home, TWO, STEPS, fault=fault, on_files=(1,)))
+    assert said[fault.rank] == ""
+    assert start(PipelineSpec(home, TWO, STEPS, on_files=(1,))) == ["ended"] * 2
+    assert losses(home) == losses(spec.home)
+    assert resumed(home)[1] == (fault.at // 8 // EVERY) * EVERY
+    # and the stage need not be on files any more
+    said = start(PipelineSpec(home, TWO, STEPS + 2))
+    assert said == ["ended"] * 2
+    assert resumed(home)[-1] == STEPS - STEPS % EVERY
+
+
+def test_a_stage_with_steps_that_no_snapshot_has_is_refused(tmp_path):  # Rule 6
+    start(PipelineSpec(tmp_path / "run", TWO, STEPS, on_files=(1,)))
+    (tmp_path / "run" / "stage-1").rename(tmp_path / "stage-1")
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "stage-1").rename(other / "stage-1")
+    said = start(PipelineSpec(other, TWO, STEPS, on_files=(1,)))
+    for one in said:
+        assert one.startswith("StaleError: ") and f"at step {STEPS}" in one, said
+
+
+def test_a_stage_on_servers_goes_back_to_the_snapshot(addresses, tmp_path):  # Rule 3
+    shape, where = Parallelism(pp=2, widths=(1, 2)), {1: addresses(2)}
+    whole, home = tmp_path / "whole", tmp_path / "run"
+    assert start(PipelineSpec(whole, shape, STEPS, on_servers={1: addresses(1)})) == ["ended"] * 3
+    fault = Fault(0, "run", 8 * 3 + 2)
+    said = start(PipelineSpec(home, shape, STEPS, fault=fault, on_servers=where))
+    assert said[0] == "" and all(one.startswith(("Lost", "Deadline")) for one in said[1:]), said
+    assert start(PipelineSpec(home, shape, STEPS, on_servers=where, again=True)) == ["ended"] * 3
+    assert resumed(home) == [0, 2]
+    assert losses(home) == losses(whole)
+
+
+OTHERS = {
+    "one process": Parallelism(),
+    "two replicas": Parallelism(dp=2),
+    "uneven stages": Parallelism(pp=2, stages=(1, 3)),
+    "unequal widths": Parallelism(pp=2, widths=(1, 2)),
+    "interleaved": Parallelism(pp=2, virtual_stages=2),
+}
+
+
+SAME = {"dropout": 0.0}  # its numbers depend on the layout
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of two steps, and the losses of one with all of them."""
+    home, whole = (tmp_path_factory.mktemp("begun") / name for name in ("run", "whole"))
+    for spec in (
+        PipelineSpec(home, TWO, 2, options=SAME),
+        PipelineSpec(whole, TWO, STEPS, options=SAME),
+    ):
+        assert start(spec) == ["ended"] * 2
+    return home, losses(whole)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_goes_on_with_other_parallelism(name, begun, tmp_path):
+    home, expected = tmp_path / "run", begun[1]
+    shutil.copytree(begun[0], home)
+    spec = PipelineSpec(home, OTHERS[name], STEPS, options=SAME)
+    assert start(spec) == ["ended"] * spec.ranks
+    assert resumed(home) == [0, 2]
+    found = losses(home)
+    assert sorted(found) == sorted(expected)
+    for step, loss in expected.items():
+        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=2e-5)
+
+
+@pytest.mark.parametrize("stopped", [(2, 3), (0, 1)], ids=["second", "first"])
+def test_a_cluster_that_says_nothing_any_more_ends_the_others(stopped, tmp_path):  # Rule 5
+    deadline_s, grace_s, room_s = (
+        6.0,
+        1.0,
+        4.0,
+    )  # all of it is less than one wait for each of the two
+    limits = {"deadline_s": deadline_s, "grace_s": grace_s}
+    spec = PipelineSpec(tmp_path / "run", Parallelism(pp=2, dp=2), 1000, **limits)
+    job = PipelineProcesses(spec)
+    job.wait_for_step(3)
+    then = time.monotonic()
+    for rank in stopped:
+        job.stop(rank)
+    said = job.join(wait_s=2 * deadline_s, but=stopped)
+    took = time.monotonic() - then
+    assert took < deadline_s + grace_s + room_s, (took, said)  # one wait, and a process's end
+    for rank in {0, 1, 2, 3} - {*stopped}:
+        assert said[rank].startswith(("DeadlineError: ", "LostError: ")), said
+        assert "stage" in said[rank] and "step" in said[rank] and "rank" in said[rank], said[rank]

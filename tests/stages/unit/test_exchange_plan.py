@@ -1,0 +1,143 @@
+"""Which piece goes from whom to whom: against brute force, element by element; and what a source
+that fails leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from roadtrain.errors import DamagedError, GoneError, LostError
+from roadtrain.stages.control_links import RankPlace
+from roadtrain.stages.piece_exchange import exchange
+from roadtrain.stages.pieces import Extent
+from roadtrain.stages.transfers import PieceTransfer, plan_transfers, uncovered
+from tests.support import state_pieces
+from tests.support.thread_links import run_ranks
+
+SIZES = {"a": 37, "b": 1, "c": 64}
+RANKS = 4
+
+
+def cut_at_random(
+    choose: random.Random, ranks: int, copies: int
+) -> tuple[list[list[Extent]], dict[tuple[str, int], set[int]]]:
+    """Every element with `copies` ranks; and who has it."""
+    haves: list[list[Extent]] = [[] for _ in range(ranks)]
+    owners: dict[tuple[str, int], set[int]] = {}
+    for name, size in SIZES.items():
+        for _ in range(copies):
+            cuts = sorted({0, size, *(choose.randrange(size + 1) for _ in range(4))})
+            for start, stop in itertools.pairwise(cuts):
+                rank = choose.randrange(ranks)
+                haves[rank].append(Extent(name, start, stop))
+                for element in range(start, stop):
+                    owners.setdefault((name, element), set()).add(rank)
+    return haves, owners
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_everybody_gets_each_wanted_element_once_from_the_cheapest_who_has_it(seed: int) -> None:
+    choose = random.Random(seed)
+    haves, owners = cut_at_random(choose, RANKS, choose.choice([1, 2, 3]))
+    wants, _ = cut_at_random(choose, RANKS, choose.choice([1, 2]))
+    wants = [list(dict.fromkeys(extents)) for extents in wants]
+    costs = {(s, t): choose.choice([1.0, 5.0]) for s in range(RANKS) for t in range(RANKS)}
+    most = choose.choice([1, 5, 1000])
+
+    plan = plan_transfers(haves, wants, lambda s, t: costs[s, t], most)
+
+    got: Counter[tuple[int, str, int]] = Counter()
+    for one in plan:
+        assert 0 < one.extent.numel <= most
+        inside = [
+            e
+            for e in haves[one.source]
+            if e.name == one.extent.name
+            and e.start <= one.extent.start
+            and one.extent.stop <= e.stop
+        ]
+        assert inside, "a transfer lies within one extent of its source"
+        for element in range(one.extent.start, one.extent.stop):
+            got[one.target, one.extent.name, element] += 1
+            able = owners[one.extent.name, element]
+            if one.target in able:
+                assert one.source == one.target
+            else:
+                assert costs[one.source, one.target] == min(costs[s, one.target] for s in able)
+    wanted: Counter[tuple[int, str, int]] = Counter(
+        (rank, e.name, element)
+        for rank, extents in enumerate(wants)
+        for e in extents
+        for element in range(e.start, e.stop)
+    )
+    assert got == wanted
+    assert plan == plan_transfers(haves, wants, lambda s, t: costs[s, t], most)
+
+
+def finishes(plan: list[PieceTransfer], ranks: int) -> bool:
+    """Each rank does its own transfers in order; one is done when both ranks are at it."""
+    queues = [[t for t in plan if rank in (t.source, t.target)] for rank in range(ranks)]
+    while any(queues):
+        ready = [
+            q[0]
+            for q in queues
+            if q and all(queues[r][0] is q[0] for r in (q[0].source, q[0].target))
+        ]
+        if not ready:
+            return False
+        done = ready[0]
+        for rank in {done.source, done.target}:
+            queues[rank].pop(0)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_circle_of_ranks_waits(seed: int) -> None:
+    choose = random.Random(seed)
+    haves, _ = cut_at_random(choose, RANKS, 1)
+    wants, _ = cut_at_random(choose, RANKS, 2)
+    assert finishes(plan_transfers(haves, wants, lambda s, t: 1.0, 7), RANKS)  # Rule 5
+
+
+def test_equal_sources_share_the_giving() -> None:
+    haves = [[Extent("a", 0, 100)], [Extent("a", 0, 100)], [], []]
+    wants = [[], [], [Extent("a", 0, 100)], [Extent("a", 0, 100)]]
+    plan = plan_transfers(haves, wants, lambda s, t: 1.0, 1000)
+    assert sorted(t.source for t in plan) == [0, 1]
+
+
+def test_what_nobody_has_is_named() -> None:
+    haves = [[Extent("a", 0, 10)], [Extent("a", 15, 20)]]
+    wants = [[], [Extent("a", 5, 18)]]
+    with pytest.raises(GoneError, match=r"elements 10 to 15 of 'a', which rank 1 needs"):
+        plan_transfers(haves, wants, lambda s, t: 1.0, 1000)
+    assert uncovered(haves, [Extent("a", 0, 25), Extent("z", 0, 1)]) == [
+        Extent("a", 10, 15),
+        Extent("a", 20, 25),
+        Extent("z", 0, 1),
+    ]
+
+
+def test_after_a_source_failed_all_ranks_are_at_the_same_place() -> None:  # Rule 5
+    """Rank 1 has what the others want, and cannot read a part of it."""
+    everything = [Extent(name, 0, size) for name, size in state_pieces.SIZES.items()]
+
+    def rank(links):
+        mine = everything if links.rank == 1 else []
+        source = state_pieces.RandomSource(mine, broken="first.weight")
+        came, failed = [], None
+        try:
+            for piece in exchange(source, everything, links, most_elements=3000):
+                came.append(piece.extent)
+        except (DamagedError, LostError) as error:
+            failed = error
+        return links.agree(str(failed), "how it was"), {one.name for one in came}
+
+    for said, came in run_ranks([RankPlace("c", "h", "stage 0")] * 3, rank):
+        assert said[1] == "first.weight is damaged"
+        sentence = "rank 1 (stage 0, host h, cluster c) could not read first.weight"
+        assert all(sentence in said[i] for i in (0, 2))
+        assert came == {"first.bias", "second.weight"}

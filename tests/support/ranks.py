@@ -1,0 +1,68 @@
+"""Ranks of one torch world that stay for a module's tests: each runs functions and says what they
+returned. Transformers is imported once a rank, not once a test."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tests.support.processes import FORK, free_port
+
+WAIT_S = 60
+
+
+def child(rank, size, port, asked):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S - 10)
+    )
+    while (work := pickle.loads(asked.recv_bytes())) is not None:
+        function, args = work
+        try:
+            answer = function(rank, *args)
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        asked.send_bytes(pickle.dumps(answer))
+    os._exit(0)  # gloo's groups may hang while they end
+
+
+class Ranks:
+    """`ranks.run(function, *args)`: what `function(rank, *args)` returned on each, or its error
+    as words."""
+
+    def __init__(self, size):
+        port = free_port()
+        pipes = [FORK.Pipe() for _ in range(size)]
+        self.ends = [end for end, _ in pipes]
+        self.processes = [
+            FORK.Process(target=child, args=(rank, size, port, other), daemon=True)
+            for rank, (_, other) in enumerate(pipes)
+        ]
+        for process, (_, other) in zip(self.processes, pipes):
+            process.start()
+            other.close()
+
+    def run(self, function, *args):
+        for end in self.ends:
+            end.send_bytes(pickle.dumps((function, args)))  # tensors by value
+        return [self._answer(rank, end) for rank, end in enumerate(self.ends)]
+
+    def _answer(self, rank, end):
+        assert end.poll(WAIT_S), f"rank {rank} said nothing for {WAIT_S} s"
+        return pickle.loads(end.recv_bytes())
+
+    def close(self):
+        for end in self.ends:
+            end.send_bytes(pickle.dumps(None))
+        for process, end in zip(self.processes, self.ends):
+            process.join(10)
+            process.kill()
+            process.join()
+            process.close()
+            end.close()

@@ -1,0 +1,99 @@
+"""`roadtrain serve --switch --xdp eth0` between hosts of the lab: the kernel sums, user space copies
+and speaks, and the job's end and workers notice nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from roadtrain.lab import LabNic, Network, network_available
+from roadtrain.switch.switch import SwitchHost
+from roadtrain.transport.tcp import TcpOptions
+from roadtrain.units import MIB
+from roadtrain_switch_offload.xdp import XdpDevice
+from roadtrain_switch_offload.xdp_table import XdpTable
+from tests.support.fan_in_fakes import (
+    TOKEN,
+    End,
+    Peer,
+    Worker,
+    copies_are_right,
+    pumped,
+    sums_are_right,
+)
+from tests.support.host_thread import HostThread
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(
+        network_available() is not None, reason=f"no network: {network_available()}"
+    ),
+]
+COUNT, WORKERS = 300, 2
+
+
+class Scene:
+    """A switch with its sums in the kernel, an end and workers, each on a host of its own."""
+
+    def __init__(self, network: Network, made: contextlib.ExitStack) -> None:
+        self._network, self._made = network, made
+        self.threads = {
+            name: made.enter_context(HostThread(host.net)) for name, host in network.hosts.items()
+        }
+        device = self.threads["switch"].do(XdpDevice.opened, "eth0")
+        if isinstance(device, str):
+            pytest.skip(device)
+        made.callback(device.close)
+        here = network.hosts["switch"].address
+        self.switch: SwitchHost = made.enter_context(
+            self.threads["switch"].do(
+                lambda: SwitchHost((here, 0), 32 * MIB, TcpOptions(token=TOKEN), print, device)
+            )
+        )
+        self.host = here
+
+    def job(self, number: int) -> tuple[End, list[Worker]]:
+        end = self._on("end", lambda host: End(number, f"job{number}", host=host))
+        port = self.threads["end"].do(end.register, (self.host, self.switch.port), WORKERS)
+        return end, [
+            self._on(
+                f"w{rank}",
+                lambda host, rank=rank: Worker(
+                    end.key, number, rank, rank, (self.host, port), host=host
+                ),
+            )
+            for rank in range(WORKERS)
+        ]
+
+    def _on(self, name: str, make) -> Peer:
+        peer = self.threads[name].do(make, self._network.hosts[name].address)
+        self._made.callback(peer.close)
+        return peer
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    names = ("switch", "end", *(f"w{rank}" for rank in range(WORKERS)))
+    nics = {name: [LabNic(50e6)] for name in names}
+    with Network(nics) as network, contextlib.ExitStack() as made:
+        yield Scene(network, made)
+
+
+def test_the_kernel_sums_and_user_space_does_the_rest(scene: Scene) -> None:
+    jobs = [scene.job(number) for number in (7, 8)]
+    for end, workers in jobs:
+        peers = [end, *workers]
+        for peer in peers:
+            peer.sender.may_send(COUNT)
+        assert pumped(peers, lambda: all(len(one.got) == COUNT for one in peers), 60.0)  # noqa: B023
+        sums_are_right(end, range(WORKERS), COUNT)
+        copies_are_right(workers, COUNT)
+    for one in scene.switch.jobs:
+        assert isinstance(one.table, XdpTable)
+        assert one.table.counters["completed"] == COUNT
+    rows = "\n".join(scene.switch.jobs[0].rows())
+    assert f"{COUNT} sums" in rows
+    jobs[0][0].leave()
+    assert pumped([], lambda: scene.switch.quota.used_slots == jobs[1][0].receiver.depth)

@@ -1,0 +1,222 @@
+"""Training whose gradients switches add: servers, switches and workers in processes of their own.
+Integers are the same in whatever order packets come, so runs repeat their bits (Rule 1); whoever
+dies, the same command goes on at the last committed step (Rule 3)."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from roadtrain import FanIn, SwitchNode
+from tests.support.models import Case
+from tests.support.processes import SwitchProcess, Workers, losses
+
+CLIPPED = "clipped, accumulated, scaler"
+CASES = {
+    "plain": Case(eager=True),
+    CLIPPED: Case(clip=0.5, accumulate=2, scaler=True, groups=True),
+    "late, bf16": Case(dtype=torch.bfloat16, eager=True, staleness=1),
+    "newest": Case(eager=True, staleness=2),
+    "frozen, bf16": Case(frozen=True, dtype=torch.bfloat16, eager=True),
+}
+STEPS = 4
+
+
+def also(*values):
+    """Run with --exhaustive."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.fixture
+def switches(tmp_path):
+    """`switches(n)`: n more processes; `switches.all`: those so far."""
+    made = []
+
+    def make(n=1, **options):
+        made.extend(SwitchProcess(tmp_path / f"switch{len(made)}.log", **options) for _ in range(n))
+        return made[-n:]
+
+    make.all = made
+    yield make
+    for switch in made:
+        switch.kill()
+
+
+def one(switches, **options):
+    """A plan with one switch."""
+    return FanIn((SwitchNode(switches()[0].where),), **{"window": 256, **options})
+
+
+def trained(case, servers, home, plan, workers=2, steps=STEPS, **options):
+    home.mkdir(exist_ok=True)
+    ran = Workers(case, servers, home, steps, workers, fan_in=plan, **options)
+    assert ran.join() == [0] * workers, (ran.errors(), ran.notes())
+    return [losses(log) for log in ran.logs]
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "late, bf16", *map(also, ("newest", "frozen, bf16", CLIPPED))]
+)
+def test_a_run_repeats_its_bits(name, addresses, switches, tmp_path):
+    case, plan = CASES[name], one(switches)
+    first = trained(case, addresses(1), tmp_path / "first", plan)
+    assert len(first[0]) == STEPS + 1  # and the hash of all state
+    if name != "newest":
+        assert trained(case, addresses(1), tmp_path / "again", plan) == first
+
+
+def test_packets_that_get_lost_change_no_loss(addresses, switches, tmp_path):
+    case = CASES[CLIPPED]
+    whole = trained(case, addresses(1), tmp_path / "whole", one(switches, wire="int16"))
+    lossy = FanIn((SwitchNode(switches(loss=0.01)[0].where),), wire="int16", window=256)
+    servers = addresses(1, fault=("lose", 0.01))
+    assert trained(case, servers, tmp_path / "lossy", lossy, loss=0.01) == whole
+
+
+@pytest.mark.parametrize("wire", ["int32", also("int16"), "int8"])
+def test_it_is_near_the_sum_over_tcp(wire, addresses, switches, tmp_path):  # Rule 2
+    case = Case(eager=True)
+    plain = Workers(case, addresses(1), tmp_path, STEPS, 2)
+    assert plain.join() == [0, 0], plain.errors()
+    exact = losses(plain.logs[0])
+    found = trained(case, addresses(1), tmp_path / wire, one(switches, wire=wire))[0]
+
+    def of(seen, step):
+        [(line)] = seen[step]
+        return float.fromhex(line.split()[0])
+
+    off = [abs(of(found, str(n)) / of(exact, str(n)) - 1) for n in range(1, STEPS + 1)]
+    assert max(off) < {"int32": 1e-4, "int16": 1e-2, "int8": 0.2}[wire], off
+    assert found["end"] != exact["end"]  # it is not the sum over TCP by another name
+
+
+def test_a_worker_without_a_gradient_of_a_block(addresses, switches, tmp_path):
+    """It does not ask for the block's parameters either: the other's pull is answered alone."""
+    case, plan = CASES["plain"], one(switches)
+    runs = [
+        trained(case, addresses(1), tmp_path / str(n), plan, changes={1: "skip"}) for n in (0, 1)
+    ]
+    assert runs[0] == runs[1]
+    both = trained(case, addresses(1), tmp_path / "both", plan)
+    assert both[0]["end"] != runs[0][0]["end"]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "servers", "options"),
+    [
+        ("plain", 1, 1, {}),
+        (CLIPPED, 2, 2, {}),
+        ("plain", 2, 2, {"replicas": 2}),
+        ("plain", 4, 1, {"relay": "96MiB", "local": 2}),
+        also("late, bf16", 2, 2, {"relay": "96MiB", "local": 1}),
+    ],
+    ids=["one worker", "two servers", "replicas", "relays of two", "relays of one"],
+)
+def test_whoever_takes_part(name, workers, servers, options, addresses, switches, tmp_path):
+    case, plan = CASES[name], one(switches)
+    runs = [
+        trained(case, addresses(servers), tmp_path / str(n), plan, workers, **options)
+        for n in (0, 1)
+    ]
+    assert runs[0] == runs[1] and len(runs[0][0]) == STEPS + 1
+
+
+def test_two_racks(addresses, switches, tmp_path):
+    """A switch more on the way, and workers below both, change no bit of the same sum."""
+    case = CASES["plain"]
+    flat = trained(case, addresses(1), tmp_path / "flat", one(switches), 3)
+    root, rack = (one.where for one in switches(2))
+    plan = FanIn(
+        (SwitchNode(root, workers=(1,)), SwitchNode(rack, parent=root, workers=(0, 2))), window=256
+    )
+    assert trained(case, addresses(1), tmp_path / "tree", plan, 3) == flat
+
+
+def until_step(workers, step):
+    deadline = time.monotonic() + 60
+    while str(step) not in losses(workers.logs[1]):
+        assert time.monotonic() < deadline, f"step {step} does not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("whom", [also("worker"), also("server"), "switch for good"])
+def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, switches, tmp_path):  # Rule 3, Rule 5
+    case, plan, steps = Case(eager=True), one(switches), 24
+    whole = trained(case, [hosts(1)[0].where], tmp_path / "whole", plan, steps=steps)
+    [host], home = hosts(1), tmp_path / "killed"
+    home.mkdir()
+    switch = switches.all[0]
+    given = {"fan_in": plan, "deadline_s": 4}
+    workers = Workers(case, [host.where], home, 1000, 2, **given)
+    until_step(workers, 3)
+    if whom == "worker":
+        os.kill(workers.processes[1].pid, signal.SIGKILL)
+    else:
+        (host if whom == "server" else switch).kill()
+    begin = time.monotonic()
+    codes = workers.join(60)
+    assert time.monotonic() - begin < 30 and 3 in codes, codes
+    said = "; ".join(workers.errors())
+    name = {
+        "worker": "worker 1",
+        "server": "server 0",
+        "switch for good": f"switch {plan.root.address}",
+    }[whom]
+    assert name in said and "step" in said, said
+    done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
+    assert done < steps, "killed too late to see anything"
+    port = int(plan.root.address.rpartition(":")[2])
+    if whom == "server":
+        [host] = hosts(1, port=int(host.where.rpartition(":")[2]), directory=host.directory)
+    elif whom == "switch for good":
+        switches(port=port)
+    again = Workers(case, [host.where], home, steps, 2, fan_in=plan, session="2")
+    assert again.join() == [0, 0], again.errors()
+    for mine, expected in zip((losses(log) for log in workers.logs), whole):
+        assert {s: mine[s] for s in expected} == expected
+
+
+@pytest.mark.parametrize("case", ["the root is gone", "the root stops", also("a rack stops")])
+def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, switches, tmp_path):
+    """Not the device: the error says which switch, since when, and what to do. Rule 5."""
+    [host], (root, rack) = hosts(1), switches(2)
+    nodes = SwitchNode(root.where, workers=(0,)), SwitchNode(rack.where, root.where, (1,))
+    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 4}
+    workers = Workers(Case(eager=True), [host.where], tmp_path, 1000, 2, **given)
+    until_step(workers, 3)
+    stopped = rack if case == "a rack stops" else root
+    if case == "the root is gone":
+        root.kill()
+    else:
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+    assert workers.join(60) == [3, 3]
+    errors = workers.errors()
+    # worker 0 cannot see what is below the other switch
+    for error in errors[1:] if stopped is rack else errors:
+        if "DeadlineError" not in error:  # the other worker's deadline was first
+            assert "worker" in error and "was lost" in error, error
+            continue
+        assert "in step" in error and f"switch {stopped.where}, " in error, error
+        assert re.search(r"since \d\d:\d\d:\d\d UTC", error), error
+        assert "hint: restart the silent process, then the job" in error, error
+        assert case != "the root is gone" or f"`roadtrain serve {root.where} --switch`" in error
+    assert any("DeadlineError" in error for error in errors), errors
+    assert not any("raise deadline_s" in error for error in errors[stopped is rack :]), errors
+
+
+def test_a_switch_that_starts_again_costs_no_step(hosts, switches, tmp_path):
+    case, plan, steps = Case(eager=True), one(switches), 24
+    whole = trained(case, [hosts(1)[0].where], tmp_path / "whole", plan, steps=steps)
+    home = tmp_path / "killed"
+    home.mkdir()
+    workers = Workers(case, [hosts(1)[0].where], home, steps, 2, fan_in=plan)
+    until_step(workers, 3)
+    switches.all[0].kill()
+    done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
+    assert done < steps, "killed too late to see anything"
+    switches(port=int(plan.root.address.rpartition(":")[2]))
+    assert workers.join() == [0, 0], workers.errors()
+    assert [losses(log) for log in workers.logs] == whole

@@ -1,0 +1,323 @@
+"""The contract of DatagramSocket over loopback: runs arrive as they were cut, or are lost and
+counted; nothing hangs, nothing stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roadtrain.errors import ConfigError, LostError
+from roadtrain.switch import datagrams
+from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.units import MIB
+from tests.support.faulty import RandomFaults, faulty
+
+PACKET = 1456
+HOSTS = ("127.0.0.1", "::1")
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    yield
+    deadline = time.monotonic() + 10
+    while not set(os.listdir("/proc/self/fd")) <= before or threading.active_count() > threads:
+        assert time.monotonic() < deadline, "a descriptor or a thread is left"
+        time.sleep(0.01)
+
+
+def made(host: str = "127.0.0.1", **options) -> DatagramSocket:
+    sizes = {"receive_nbytes": 4 * MIB, "send_nbytes": 2 * MIB}
+    return DatagramSocket((host, 0), **(sizes | options))
+
+
+def run_of(count: int, nbytes: int = PACKET, first: int = 0) -> np.ndarray:
+    """Packets that begin with their numbers."""
+    packets = np.random.default_rng(first).integers(0, 256, (count, nbytes), dtype=np.uint8)
+    packets[:, :4] = np.arange(first, first + count, dtype="<u4").view(np.uint8).reshape(-1, 4)
+    return packets.reshape(-1)
+
+
+def received(sock: DatagramSocket, nbytes: int, patience_s: float = 1.0) -> list[bytes]:
+    """Packets until so many bytes came, or none for a while."""
+    buffer, packets = np.zeros(RECEIVE_NBYTES, np.uint8), []
+    while nbytes > 0 and (came := sock.receive(buffer, patience_s)) is not None:
+        length, segment, _ = came
+        data = buffer[:length].tobytes()
+        packets += [data[at : at + segment] for at in range(0, length, segment)]
+        nbytes -= length
+    return packets
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    ("count", "nbytes"), [(1, 48), (1, PACKET), (44, PACKET), (45, PACKET), (200, 100)]
+)
+def test_runs_arrive_cut_as_they_were(host, count, nbytes):
+    ours, theirs = made(host), made(host)
+    run = run_of(count, nbytes)
+    ours.send(run, nbytes, theirs.address)
+    packets = received(theirs, run.size)
+    assert [len(one) for one in packets] == [nbytes] * count
+    assert b"".join(packets) == run.tobytes()
+    assert (ours.unsent, theirs.drops) == (0, 0)
+    ours.close(), theirs.close()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_source_is_where_an_answer_goes(host):
+    ours, theirs = made(host), made("localhost" if host == "127.0.0.1" else host)
+    buffer = np.zeros(RECEIVE_NBYTES, np.uint8)
+    ours.send(memoryview(b"question"), 8, theirs.address)
+    assert theirs.receive(buffer, 1) == (8, 8, ours.address)
+    theirs.send(memoryview(b"yes"), 3, ours.address)
+    assert ours.receive(buffer, 1) == (3, 3, theirs.address)
+    assert buffer[:3].tobytes() == b"yes"
+    ours.close(), theirs.close()
+
+
+def test_a_shorter_last_packet_stays_shorter():
+    ours, theirs = made(), made()
+    run = run_of(3)[: 2 * PACKET + 100]
+    ours.send(run, PACKET, theirs.address)
+    assert [len(one) for one in received(theirs, run.size)] == [PACKET, PACKET, 100]
+    ours.close(), theirs.close()
+
+
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.EIO])
+def test_a_kernel_that_cuts_no_runs_is_said_once(monkeypatch, reason):  # Rule 6
+    said: list[str] = []
+    ours, theirs = made(report=said.append), made()
+    real: Any = vars(ours)["_socket"]
+
+    class Refusing:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def sendmsg(self, buffers, ancillary, *rest):
+            if ancillary:
+                raise OSError(reason, "not here")
+            return real.sendmsg(buffers, ancillary, *rest)
+
+    monkeypatch.setattr(ours, "_socket", Refusing())
+    for first in (0, 20):
+        run = run_of(20, first=first)
+        ours.send(run, PACKET, theirs.address)
+        assert b"".join(received(theirs, run.size)) == run.tobytes()
+    assert len(said) == 1 and "one by one" in said[0] and "not here" in said[0]
+    ours.close(), theirs.close()
+
+
+def test_nothing_comes_in_time():  # Rule 5
+    with_nothing = made()
+    begun = time.monotonic()
+    assert with_nothing.receive(np.zeros(RECEIVE_NBYTES, np.uint8), 0.1) is None
+    assert 0.09 < time.monotonic() - begun < 10
+    with_nothing.close()
+
+
+def test_close_wakes_a_receive():  # Rule 5
+    sock, ended = made(), []
+
+    def wait():
+        with pytest.raises(LostError):
+            sock.receive(np.zeros(RECEIVE_NBYTES, np.uint8), 60)
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    begun = time.monotonic()
+    sock.close()
+    thread.join(20)
+    assert ended and ended[0] - begun < 10
+    sock.close()
+    for call in (
+        lambda: sock.send(run_of(1), PACKET, ("127.0.0.1", 9)),
+        lambda: sock.receive(np.zeros(RECEIVE_NBYTES, np.uint8), 1),
+    ):
+        with pytest.raises(LostError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_peer_that_is_not_there_is_no_error(host):
+    gone, ours = made(host), made(host)
+    gone.close()
+    for _ in range(5):
+        ours.send(run_of(4), PACKET, gone.address)
+    again = DatagramSocket(gone.address, receive_nbytes=MIB, send_nbytes=MIB)  # it restarts
+    ours.send(run_of(4), PACKET, again.address)
+    assert len(received(again, 4 * PACKET)) == 4
+    ours.close(), again.close()
+
+
+def test_packets_greater_than_the_way_carries_are_refused_with_both_numbers():
+    ours = made()
+    for nbytes, count in ((70_000, 1), (65_530, 1)):
+        with pytest.raises(ConfigError, match=rf"{nbytes + 28}|{nbytes}"):
+            ours.send(np.zeros(nbytes * count, np.uint8), nbytes, ("127.0.0.1", 9))
+    ours.close()
+
+
+def test_a_small_mtu_is_said_with_both_numbers(monkeypatch):  # Rule 6
+    ours = made()
+    real: Any = vars(ours)["_socket"]
+
+    class Narrow:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def sendmsg(self, *_):
+            raise OSError(errno.EMSGSIZE, "Message too long")
+
+    monkeypatch.setattr(ours, "_socket", Narrow())
+    monkeypatch.setattr(ours, "_mtu", lambda to: 1400)
+    for count in (1, 9):
+        with pytest.raises(ConfigError, match=r"1484 bytes, but the path has 1400"):
+            ours.send(run_of(count), PACKET, ("127.0.0.1", 9))
+    ours.close()
+
+
+def test_what_nobody_receives_is_counted():  # Rule 6
+    said: list[str] = []
+    ours, theirs = made(), made(receive_nbytes=200_000, report=said.append)
+    for first in range(40):
+        ours.send(run_of(44, first=first), PACKET, theirs.address)
+    packets = received(theirs, 1 << 30, 0.1)
+    assert len(packets) < 40 * 44
+    ours.send(run_of(1), PACKET, theirs.address)  # what comes next says how many were dropped
+    assert len(received(theirs, PACKET)) == 1
+    assert theirs.drops >= 1
+    ours.close(), theirs.close()
+
+
+def test_room_that_the_kernel_does_not_give_is_said(monkeypatch):  # Rule 6
+    monkeypatch.setattr(datagrams, "SO_RCVBUFFORCE", socket.SO_RCVBUF)
+    with open("/proc/sys/net/core/rmem_max") as file:
+        limit = int(file.read())
+    said: list[str] = []
+    sock = made(receive_nbytes=2 * limit, report=said.append)
+    assert sock.receive_nbytes < 2 * limit and sock.send_nbytes == 2 * MIB
+    assert len(said) == 1 and str(sock.receive_nbytes) in said[0] and str(2 * limit) in said[0]
+    sock.close()
+
+
+@pytest.mark.parametrize(
+    "address", [("127.0.0.1", 70000), ("203.0.113.77", 0), ("no.such.host.invalid", 1)]
+)
+def test_addresses_that_cannot_be_had(address):
+    with pytest.raises(ConfigError, match=address[0]):
+        DatagramSocket(address, receive_nbytes=MIB, send_nbytes=MIB)
+
+
+def test_a_port_is_one_sockets():
+    sock = made()
+    with pytest.raises(ConfigError, match=str(sock.address[1])):
+        DatagramSocket(sock.address, receive_nbytes=MIB, send_nbytes=MIB)
+    sock.close()
+
+
+def test_a_group_reaches_all_that_joined_it_and_nobody_else():
+    group = ("239.255.7.77", 20_000 + os.getpid() % 20_000)
+    ours, alone = (
+        made(),
+        DatagramSocket(("127.0.0.1", group[1]), receive_nbytes=MIB, send_nbytes=MIB),
+    )
+    joined = [made(group=group) for _ in range(3)]
+    other = made(group=("239.255.7.78", group[1]))
+    ours.send(run_of(44), PACKET, group)
+    for sock in joined:
+        assert sock.address == group
+        assert b"".join(received(sock, 44 * PACKET)) == run_of(44).tobytes()
+    for sock in (alone, other):
+        assert received(sock, 1, 0.1) == []
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is not a multicast address"):
+        made(group=("127.0.0.1", group[1]))
+    with pytest.raises(ConfigError, match="is not a multicast address"):
+        made("::1", group=group)
+    for sock in (ours, alone, other, *joined):
+        sock.close()
+
+
+def test_random_faults_lose_double_and_reorder_what_they_say():
+    faults = RandomFaults(7, loss=0.2, duplicate=0.1, reorder=0.1)
+    ours, theirs = faulty(made(), faults), made()
+    other = made()
+    found: list[bytes] = []
+    for first in range(0, 2000, 40):
+        ours.send(run_of(40, first=first), PACKET, theirs.address)
+        ours.send(run_of(1, 64), 64, other.address)
+        found += received(theirs, 40 * PACKET, 0.01)
+    found += received(theirs, 1 << 30, 0.05)
+    times = Counter(int.from_bytes(one[:4], "little") for one in found)
+    assert set(times) <= set(range(2000)) and all(len(one) == PACKET for one in found)
+    assert 300 < 2000 - len(times) < 500 and 100 < sum(n == 2 for n in times.values()) < 260
+    order = [int.from_bytes(one[:4], "little") for one in found]
+    assert 50 < sum(b < a for a, b in pairwise(order)) < 350
+    assert faults.lost > 300 and faults.doubled > 100 and faults.overtaken > 100
+    assert all(len(one) == 64 for one in received(other, 1 << 30, 0.05))
+    ours.close(), theirs.close(), other.close()
+
+
+def test_both_directions_at_once():
+    """Nothing is lost where the receiver keeps up, whatever threads do."""
+    socks, runs, got = (made(), made()), 60, [0, 0]
+
+    def work(me: int):
+        sender = threading.Thread(target=send, args=(me,))
+        sender.start()
+        got[me] = sum(len(one) for one in received(socks[me], runs * 22 * PACKET, 20))
+        sender.join()
+
+    def send(me: int):
+        for first in range(runs):
+            socks[me].send(run_of(22, first=first), PACKET, socks[1 - me].address)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert got == [runs * 22 * PACKET] * 2
+    for sock in socks:
+        sock.close()
+
+
+def test_waiting_for_several_ends_with_the_first_that_has_something_and_when_one_is_closed() -> (
+    None
+):
+    with contextlib.ExitStack() as stack:
+        one, other, third = (stack.enter_context(contextlib.closing(made())) for _ in range(3))
+        third.send(run_of(1), PACKET, other.address)
+        begin = time.monotonic()
+        one.wait(20.0, other)
+        assert time.monotonic() - begin < 10 and other.receive(
+            np.zeros(RECEIVE_NBYTES, np.uint8), 0
+        )
+        one.wait(0.01, other)
+        ended = []
+
+        def wait() -> None:
+            try:
+                one.wait(20.0, other)
+            except LostError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        other.close()
+        thread.join(10)
+        assert len(ended) == 1

@@ -1,0 +1,498 @@
+"""A participant's link with a hub that adds what it sends: bytes, order, what is told free, and
+every way it ends."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
+from roadtrain.errors import LostError, PeerError, WireError
+from roadtrain.servers import frames as m
+from roadtrain.switch import fan_in_link as link_module
+from roadtrain.switch import fixed_point, packets, switch_frames
+from roadtrain.switch.fan_in_link import FanInLink
+from roadtrain.switch.greeting import Participant
+from roadtrain.switch.options import FanIn, SwitchNode
+from roadtrain.switch.packets import Kind
+from roadtrain.switch.route import dial
+from roadtrain.units import round_up
+from tests.support import switch_references as references
+from tests.support.fan_in_hub import WINDOW, Hub
+from tests.support.faulty import RandomFaults
+
+N, SMALL = 30_720, 2048  # elements of chunks; of the larger ones more packets than a window
+WIDTH = {"int32": 4, "int16": 2, "int8": 1}
+
+
+def table() -> ChunkTable:
+    """Three chunks: fp32, bf16, a small one."""
+    blocks = [
+        ("root", [ParamSpec("a", (N,), "fp32", 0, True)]),
+        ("one", [ParamSpec("b", (N,), "bf16", 0, True)]),
+        ("two", [ParamSpec("c", (SMALL,), "fp32", 0, True)]),
+    ]
+    return ChunkTable.build(blocks, 1 << 16)
+
+
+class Owner:
+    """A worker behind a link."""
+
+    def __init__(self, rank: int, chunks: Any) -> None:
+        self.rank, self.chunks = rank, chunks
+        self.changed = threading.Condition()
+        self.into: dict[int, bytearray] = {}  # ticket -> where it goes
+        self.pulled: list[int] = []
+        self.frames: list[tuple[int, Any]] = []
+        self.free: list[int] = []  # tickets of pushes
+        self.errors: list[PeerError] = []
+        self.link: FanInLink
+        self._tickets = itertools.count(1)
+
+    def pull(self, chunk: int, version: int) -> int:
+        ticket = next(self._tickets)
+        self.into[ticket] = bytearray(round_up(self.chunks[chunk].weights_nbytes, PAGE))
+        self.link.send(m.PULL, m.encode((chunk, version, ticket)), urgent=True)
+        return ticket
+
+    def push(self, chunk: int, values: np.ndarray, dtype: str = "", fresh: bool = True) -> int:
+        """`values`: flat, of the dtype that it is sent as."""
+        ticket = next(self._tickets)
+        part = np.zeros(round_up(values.nbytes, PAGE), np.uint8)
+        part[: values.nbytes] = values.view(np.uint8)
+        header = m.encode((chunk, fresh, ticket, -1, dtype))
+        self.link.send(m.PUSH, header, [part.data], lambda: self._freed(ticket))
+        return ticket
+
+    def _freed(self, ticket: int) -> None:
+        with self.changed:
+            self.free.append(ticket)
+            self.changed.notify_all()
+
+    def until(self, ready: Callable[[], bool], seconds: float = 10.0) -> None:
+        with self.changed:
+            assert self.changed.wait_for(ready, seconds), (self.errors, self.pulled, self.free)
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        if kind != m.PULLED:
+            return memoryview(bytearray(nbytes))
+        into = self.into[m.header(kind, header).ticket]
+        assert len(into) == nbytes
+        return memoryview(into)
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        with self.changed:
+            if kind == m.PULLED:
+                self.pulled.append(m.header(kind, header).ticket)
+            else:
+                self.frames.append((kind, m.header(kind, header)))
+            self.changed.notify_all()
+
+    def lost(self, error: PeerError) -> None:
+        with self.changed:
+            self.errors.append(error)
+            self.changed.notify_all()
+
+
+class Scene:
+    def __init__(self, workers: int = 2, wire: Any = "int32", adds: bool = False, **hub: Any):
+        self.hub = Hub(workers, **hub)
+        switch = SwitchNode("127.0.0.1:9")
+        self.plan = FanIn((switch,), wire=wire, window=WINDOW)
+        self.chunks = table().chunks
+        self.owners = [Owner(rank, self.chunks) for rank in range(workers)]
+        for owner in self.owners:
+            hello = m.Hello("session", owner.rank, workers, 1, 0, "signature")
+            own = Participant(self.plan, owner.rank, workers, self.chunks, adds)
+            link = dial(
+                self.hub.listener.address,
+                owner,
+                self.hub.options,
+                hello,
+                own,
+                0,
+                print,
+            )
+            owner.link = link
+
+    def close(self) -> None:
+        for owner in self.owners:
+            owner.link.close()
+        self.hub.close()
+
+    def weights(self, chunk: int, seed: int) -> np.ndarray:
+        nbytes = round_up(self.chunks[chunk].weights_nbytes, PAGE)
+        return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+    def sum(self, chunk: int, round: int, announced: set[int]) -> np.ndarray:
+        """A round from its grant to the sum as fp32."""
+        hub, own, width = self.hub, self.chunks[chunk], self.plan.width
+        count = fixed_point.exponent_packets_of(own.numel)
+        maxima = hub.maxima(hub.grant(chunk, round, count, announced), count)
+        count = fixed_point.packets_of(own.numel, width)
+        first, hub.up = hub.up, hub.up + count
+        hub.send(Kind.MAXIMA, chunk, round, maxima, first)
+        total = hub.sums(first, count, width).reshape(-1).view(f"i{width}")[: own.numel]
+        blocks = fixed_point.blocks_of(own.numel)
+        return references.reference_dequantize(
+            total.astype(np.int32), maxima[:blocks], hub.workers, width
+        )
+
+    def summed(self, gradients: list[np.ndarray | None], dtype: str) -> np.ndarray:
+        """What the sum is to be, by the plain references. None: zeros."""
+        numel = next(one.size for one in gradients if one is not None)
+        flat = [np.zeros(numel, np.float32) if one is None else one for one in gradients]
+        kinds = ["fp32" if one is None else dtype for one in gradients]
+        maxima = np.max(
+            [references.reference_exponents(x, kind) for x, kind in zip(flat, kinds)], axis=0
+        )
+        count, width = len(flat), self.plan.width
+        total = sum(
+            references.reference_quantize(x, kind, maxima, count, width)
+            for x, kind in zip(flat, kinds)
+        )
+        return references.reference_dequantize(np.asarray(total), maxima, count, width)
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest) -> Iterator[Callable[..., Scene]]:
+    made: list[Scene] = []
+    before = threading.active_count()
+
+    def make(**given: Any) -> Scene:
+        made.append(Scene(**given))
+        made[-1].hub.join()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before, threading.enumerate()
+
+
+def noise(seed: int, size: int = N) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(size) * 10.0 ** rng.integers(-6, 3, size)).astype(np.float32)
+
+
+@pytest.mark.parametrize("wire", ["int32", "int16", "int8"])
+def test_sums_are_the_references_and_memory_is_free_once_they_are(scene: Any, wire: str) -> None:
+    it = scene(wire=wire)
+    values = [noise(owner.rank) for owner in it.owners]
+    tickets = [owner.push(0, x) for owner, x in zip(it.owners, values)]
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    assert not any(owner.free for owner in it.owners)  # it may be read until it is summed
+    got = it.sum(0, 1, {0, 1})
+    np.testing.assert_array_equal(got, it.summed(values, "fp32"))
+    width = it.plan.width
+    exact = values[0].astype(np.float64) + values[1]
+    maxima = np.max([references.reference_exponents(x, "fp32") for x in values], axis=0)
+    bound = np.repeat([fixed_point.error_bound(int(e), 2, width) for e in maxima], 352)[:N]
+    assert np.all(np.abs(got - exact) <= bound + np.abs(exact) * 2.0**-24)  # Rule 2
+    for owner, ticket in zip(it.owners, tickets):
+        owner.until(lambda owner=owner, ticket=ticket: owner.free == [ticket])
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"loss": 0.05, "faults": RandomFaults(3, 0.05)},
+        {"faults": RandomFaults(4, duplicate=0.2)},
+        {"faults": RandomFaults(5, reorder=0.3)},
+        {"loss": 0.02, "faults": RandomFaults(6, 0.02, 0.05, 0.2)},
+    ],
+    ids=["loss", "duplicates", "reordered", "all"],
+)
+def test_what_is_lost_doubled_or_overtaken_changes_nothing(
+    scene: Any, faults: dict[str, Any]
+) -> None:
+    it = scene(workers=3, wire="int16", **faults)
+    for round in (1, 2):
+        values = [noise(10 * round + owner.rank) for owner in it.owners]
+        for owner, x in zip(it.owners, values):
+            owner.push(0, x, fresh=round == 1)
+            owner.pull(0, round)
+        it.hub.heard(m.PULL, round)
+        weights = it.weights(0, round)
+        it.hub.send(Kind.PARAMETERS, 0, round, weights)
+        it.hub.heard(switch_frames.ANNOUNCE, round)
+        got = it.sum(0, round, {0, 1, 2})
+        np.testing.assert_array_equal(got, it.summed(values, "fp32"))
+        for owner in it.owners:
+            owner.until(lambda owner=owner, n=round: len(owner.pulled) == len(owner.free) == n)
+            assert owner.into[owner.pulled[-1]] == weights.tobytes()
+    it.hub.until(lambda: it.hub.told.ack == len(it.hub.down))
+
+
+def test_who_has_announced_nothing_for_a_round_sends_zeros(scene: Any) -> None:
+    it = scene()
+    mine, later = noise(1), noise(2)
+    first = it.owners[0].push(0, mine)
+    ahead = it.owners[1].push(0, later)  # of its next step
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    np.testing.assert_array_equal(it.sum(0, 1, {0}), it.summed([mine, None], "fp32"))
+    it.owners[0].until(lambda: it.owners[0].free == [first])
+    assert it.owners[1].free == []
+    np.testing.assert_array_equal(it.sum(0, 2, {1}), it.summed([None, later], "fp32"))
+    it.owners[1].until(lambda: it.owners[1].free == [ahead])
+
+
+def test_16_bit_gradients_and_those_that_were_downcast(scene: Any) -> None:
+    it = scene(workers=1)
+    half = (noise(3).view(np.uint32) >> 16).astype(np.uint16)
+    it.owners[0].push(1, half)
+    np.testing.assert_array_equal(it.sum(1, 1, {0}), it.summed([half], "bf16"))
+    half16 = noise(4).clip(-6e4, 6e4).astype(np.float16).view(np.uint16)
+    it.owners[0].push(0, half16, "fp16")
+    np.testing.assert_array_equal(it.sum(0, 1, {0}), it.summed([half16], "fp16"))
+
+
+def test_a_relays_sums_are_fp32_whatever_the_chunk(scene: Any) -> None:
+    it = scene(workers=1, adds=True)
+    it.owners[0].push(1, noise(5))
+    np.testing.assert_array_equal(it.sum(1, 1, {0}), it.summed([noise(5)], "fp32"))
+
+
+def test_a_block_with_a_nan_is_nan_for_all(scene: Any) -> None:  # Rule 6
+    it = scene()
+    values = [noise(6), noise(7)]
+    values[1][400] = np.nan
+    for owner, x in zip(it.owners, values):
+        owner.push(0, x)
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    got = it.sum(0, 1, {0, 1})
+    assert np.isnan(got[352:704]).all() and np.isfinite(got[:352]).all()
+
+
+def test_several_pulls_of_a_version_are_each_filled_by_one_broadcast(scene: Any) -> None:
+    """With a staleness above 1 two answers for one version may differ."""
+    it = scene(workers=1, faults=RandomFaults(8, 0.1, reorder=0.3))
+    owner = it.owners[0]
+    tickets = [owner.pull(0, 2**32 + 5) for _ in range(2)]
+    it.hub.heard(m.PULL, 2)
+    answers = [it.weights(0, seed) for seed in (1, 2)]
+    for one in answers:
+        it.hub.send(Kind.PARAMETERS, 0, 5, one)
+    owner.until(lambda: sorted(owner.pulled) == tickets)
+    got = sorted(bytes(owner.into[ticket]) for ticket in tickets)
+    assert got == sorted(one.tobytes() for one in answers)
+
+
+def test_a_pull_that_is_answered_over_tcp_is_not_filled_twice(scene: Any) -> None:
+    it = scene(workers=1)
+    owner, member = it.owners[0], it.hub.members[0]
+    tickets = [owner.pull(2, 1), owner.pull(2, 1)]
+    by_network, by_tcp = it.weights(2, 1), it.weights(2, 2)
+    it.hub.send(Kind.PARAMETERS, 2, 1, by_network)
+    owner.until(lambda: owner.pulled == tickets[:1])
+    # it names the ticket that the broadcast has answered meanwhile
+    member.link.send(m.PULLED, m.encode((tickets[0], 2)), [by_tcp.data])
+    owner.until(lambda: owner.pulled == tickets)
+    assert owner.into[tickets[0]] == by_network.tobytes()
+    assert owner.into[tickets[1]] == by_tcp.tobytes()
+    assert not owner.errors
+
+
+def test_what_is_said_after_a_push_comes_after_its_announcement(scene: Any) -> None:
+    it = scene(workers=1)
+    owner, member = it.owners[0], it.hub.members[0]
+    for chunk in (0, 2):
+        owner.push(chunk, noise(chunk, it.chunks[chunk].numel))
+        owner.link.send(m.CLOSE, m.encode((chunk, 1)))
+    it.hub.until(lambda: len(member.frames) == 4)
+    said = [(frame.kind, frame.fields.chunk) for frame in member.frames]
+    assert said == [
+        (switch_frames.ANNOUNCE, 0),
+        (m.CLOSE, 0),
+        (switch_frames.ANNOUNCE, 2),
+        (m.CLOSE, 2),
+    ]
+
+
+def test_before_the_switches_are_ready_all_is_kept() -> None:
+    it = Scene(workers=1)
+    owner = it.owners[0]
+    try:
+        owner.push(2, noise(9, SMALL))
+        owner.pull(2, 1)
+        it.hub.until(lambda: len(it.hub.members[0].frames) == 2)
+        it.hub.join()
+        np.testing.assert_array_equal(it.sum(2, 1, {0}), it.summed([noise(9, SMALL)], "fp32"))
+        it.hub.send(Kind.PARAMETERS, 2, 1, it.weights(2, 1))
+        owner.until(lambda: len(owner.pulled) == len(owner.free) == 1)
+    finally:
+        it.close()
+
+
+def test_a_trial_of_the_networks_multicast_is_answered() -> None:
+    for sends in (True, False):
+        it = Scene(workers=1)
+        try:
+            it.hub.join("239.255.1.2:29317")
+            if sends:
+                packet = np.zeros(48, np.uint8)
+                packets.write_headers(packet, 48, 1, kind=Kind.TRIAL, job=7, first=0)
+                packets.seal(packet, 48, 1, it.hub.key)
+                it.hub.socket.send(packet, 48, ("239.255.1.2", 29317))
+            it.hub.heard(switch_frames.TRIAL_RESULT, 1)
+            assert [said.trial for said in it.hub.members[0].of(switch_frames.TRIAL_RESULT)] == [
+                sends
+            ]
+        finally:
+            it.close()
+
+
+def test_a_compressed_gradient_is_refused(scene: Any) -> None:
+    it = scene(workers=1)
+    with pytest.raises(WireError, match="compressed gradient of chunk 0 cannot be summed"):
+        it.owners[0].link.send(m.PUSH, m.encode((0, True, 1, 3, "fp32")), [memoryview(b"x" * 32)])
+
+
+def bad_grant(it: Scene) -> None:
+    it.hub.grant(0, 1, 1, {0})
+
+
+def bad_parameters(it: Scene) -> None:
+    it.hub.send(Kind.PARAMETERS, 0, 3, it.weights(0, 1))
+
+
+def bad_maxima(it: Scene) -> None:
+    it.hub.send(Kind.MAXIMA, 0, 3, it.weights(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (bad_grant, "round 1 of chunk 0 was granted, but not announced"),
+        (bad_parameters, "chunk 0, version 3, which was not requested"),
+        (bad_maxima, "unexpected maxima: packet 0 of chunk 0, round 3"),
+    ],
+)
+def test_what_nobody_asked_for_ends_the_link(scene: Any, wrong: Any, words: str) -> None:
+    it = scene(workers=1)
+    ticket = it.owners[0].push(2, noise(1, SMALL))
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    wrong(it)
+    owner = it.owners[0]
+    owner.until(lambda: bool(owner.errors))
+    assert isinstance(owner.errors[0], PeerError) and words in str(owner.errors[0])
+    assert owner.free == [ticket] and len(owner.errors) == 1
+    with pytest.raises(LostError):
+        owner.link.send(m.CLOSE, m.encode((0, 1)))
+    with pytest.raises(LostError):
+        owner.push(2, noise(1, SMALL))
+    assert owner.free == [ticket]  # that one was never taken
+
+
+def test_errors_of_packets_name_server_and_switch(scene: Any) -> None:  # Rule 5
+    it = scene(workers=1)
+    bad_parameters(it)
+    owner = it.owners[0]
+    owner.until(lambda: bool(owner.errors))
+    assert "server 0" in str(owner.errors[0]) and "switch 127.0.0.1:9" in str(owner.errors[0])
+
+
+def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_more(
+    scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # Rule 5
+    monkeypatch.setattr(link_module, "SILENT_S", 2)
+    it = scene(workers=1)
+    hub, owner = it.hub, it.owners[0]
+
+    def words() -> list[str]:
+        progress = [fields for kind, fields in owner.frames if kind == m.PROGRESS]
+        assert all(fields.of == m.WAITS_ONLY for fields in progress)
+        return [fields.doing for fields in progress]
+
+    def server_says(text: str) -> None:
+        hub.members[0].link.send(m.PROGRESS, m.encode((text, 0, m.WAITS_ONLY)))
+
+    hub.quiet = True
+    owner.until(lambda: len(words()) == 1)
+    silent = r"switch 127.0.0.1:9, which has sent no packet since \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(silent, words()[0])
+    hub.quiet = False
+    owner.until(lambda: words()[1:] == [""])
+    server_says("switch 127.0.0.1:8, which is gone")
+    owner.until(lambda: len(words()) == 3)
+    hub.quiet = True
+    time.sleep(3.0)
+    assert words()[2:] == ["switch 127.0.0.1:8, which is gone"]
+    server_says("")
+    owner.until(lambda: len(words()) == 5)
+    assert words()[3] == "" and re.fullmatch(silent, words()[4])
+    server_says("")  # it has no more to say: what was seen here stays
+    server_says("switch 127.0.0.1:8, which is gone")
+    owner.until(lambda: len(words()) == 6)
+    assert words()[5] == "switch 127.0.0.1:8, which is gone"
+
+
+@pytest.mark.parametrize("ends", ["hub", "owner"])
+def test_a_link_that_ends_gives_all_memory_back_once(scene: Any, ends: str) -> None:
+    """Announced, granted and half sent."""
+    it = scene(workers=2)
+    owner = it.owners[0]
+    tickets = [owner.push(chunk, noise(1, it.chunks[chunk].numel)) for chunk in (0, 2, 0)]
+    it.hub.until(lambda: len(it.hub.members[0].of(switch_frames.ANNOUNCE)) == 3)
+    count = fixed_point.exponent_packets_of(N)
+    it.hub.maxima(it.hub.grant(0, 1, count, {0}), count)
+    owner.pull(0, 1)
+    if ends == "owner":
+        owner.link.close()
+        owner.link.close()
+        assert not owner.errors
+    else:
+        it.hub.members[0].link.close()
+        owner.until(lambda: bool(owner.errors))
+    assert sorted(owner.free) == tickets
+
+
+def test_what_was_given_up_is_not_sent(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads end the link while packets of a gradient are made: its owner has it again."""
+    it, real, made = scene(workers=1), fixed_point.quantize, threading.Event()
+    owner = it.owners[0]
+
+    def slow(*given: Any) -> None:
+        if not made.is_set():
+            threading.Thread(target=owner.link.close).start()
+            while vars(owner.link)["_member"] is not None:
+                time.sleep(0.001)
+            owner.link.lost(LostError("the server is gone"))
+            assert owner.free
+        real(*given)
+        made.set()
+
+    monkeypatch.setattr(fixed_point, "quantize", slow)
+    owner.push(2, noise(1, SMALL))
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    maxima = it.hub.maxima(it.hub.grant(2, 1, 1, {0}), 1)
+    first = it.hub.up
+    it.hub.send(Kind.MAXIMA, 2, 1, maxima, first)
+    assert made.wait(10)
+    owner.link.close()
+    time.sleep(0.1)
+    assert max(it.hub.numbers) < first
+
+
+def test_a_stranger_changes_nothing(scene: Any) -> None:  # Rule 8
+    it = scene(workers=1)
+    owner = it.owners[0]
+    ticket = owner.pull(2, 1)
+    wrong = np.zeros(1456, np.uint8)
+    packets.write_headers(wrong, 1456, 1, kind=Kind.PARAMETERS, job=7, first=0, a=2, b=1)
+    it.hub.socket.send(wrong, 1456, it.hub.children[0])
+    it.hub.heard(m.PULL, 1)
+    it.hub.send(Kind.PARAMETERS, 2, 1, it.weights(2, 1))
+    owner.until(lambda: owner.pulled == [ticket])
+    assert owner.into[ticket] == it.weights(2, 1).tobytes()
+    assert owner.link.strangers == 1
