@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all check types bench docs
+.PHONY: train train-plain test test-quick test-rest test-all mutants check types bench bench-all bench-page docs bpf
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -17,11 +17,14 @@ train-plain: $(READY)
 	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
 # Two tests at a time; then, one after another, those that measure time or need root (the latter skip themselves without).
+# The last line names the tests of both that did not run, and what they need.
 TWO := $(BIN)/pytest -n 2 --dist worksteal
 ALONE := tests/*/local tests/*/lab
+NOT_RUN := build/not_run.json
 test: $(READY)
-	$(TWO) -m "not alone and not exhaustive" $(ARGS)
-	$(BIN)/pytest -m "alone and not exhaustive" $(ALONE) $(ARGS)
+	rm -f $(NOT_RUN)
+	$(TWO) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
+	$(BIN)/pytest --not-run $(NOT_RUN) -m "alone and not exhaustive" $(ALONE) $(ARGS)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
@@ -29,10 +32,15 @@ test-quick: $(READY)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)
-	$(TWO) -m "exhaustive and not alone" $(ARGS)
-	$(BIN)/pytest -m "exhaustive and alone" $(ALONE) $(ARGS)
+	rm -f $(NOT_RUN)
+	$(TWO) --not-run $(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
+	$(BIN)/pytest --not-run $(NOT_RUN) -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest
+
+# Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.
+mutants: $(READY)
+	$(BIN)/python tests/mutants/mutants.py $(ARGS)
 
 check: $(READY) types docs
 	$(BIN)/ruff format --check .
@@ -44,11 +52,24 @@ types: $(READY)
 
 # The site, in build/site: strictly, so a link that leads nowhere is an error; nothing is fetched.
 docs: $(READY)
+	$(BIN)/python -m benchmarks.page --check
 	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+# Every benchmark, for hours, on a machine that does nothing else; the same command continues it: make bench-all ARGS="--date DATE"
+bench-all: $(READY)
+	$(BIN)/python -m benchmarks.everything $(ARGS)
+
+# docs/benchmarks.md, from benchmarks/page.md and the newest results.
+bench-page: $(READY)
+	$(BIN)/python -m benchmarks.page
+
+# The program in the kernel that the plugin switch_offload ships compiled; needs clang, llvm and libbpf-dev.
+bpf:
+	$(MAKE) --always-make --directory=plugins/switch_offload
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
 $(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml

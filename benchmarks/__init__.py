@@ -3,8 +3,9 @@ package imports peers.
 
     python -m benchmarks NAME [--json FILE] [--quick]
 
-Benchmarks start child processes as `python -m benchmarks.NAME`. Importing this package adds the
-checkout to PYTHONPATH, so that a child finds this package from any working directory.
+Each folder is a subject. Benchmarks start child processes as `python -m benchmarks.SUBJECT.NAME`.
+Importing this package adds the checkout to PYTHONPATH, so that a child finds this package from any
+working directory.
 """
 
 import os

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +19,29 @@ from roadtrain.options.names import unknown_name
 
 
 def names() -> list[str]:
-    """List the modules of this package that define a function `run`, without importing them."""
-    folder = Path(benchmarks.__file__).parent
-    found = (m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
-    return [name for name in found if "\ndef run(" in (folder / f"{name}.py").read_text()]
+    """List the names of all benchmarks."""
+    return sorted(modules())
+
+
+def modules() -> dict[str, str]:
+    """Map each benchmark to its module, without importing it: a file SUBJECT/NAME.py that defines a
+    function `run`.
+    """
+    files = Path(benchmarks.__file__).parent.glob("*/*.py")
+    return {
+        path.stem: f"benchmarks.{path.parent.name}.{path.stem}"
+        for path in files
+        if re.search(r"^def run\(.*\) -> Report:", path.read_text(), re.MULTILINE)
+    }
+
+
+def items_of(name: str) -> list[str]:
+    """List the items of a benchmark: parts that can run alone. Most benchmarks have none."""
+    return list(getattr(importlib.import_module(modules()[name]), "ITEMS", ()))
 
 
 def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> None:
-    """Run the benchmark benchmarks.NAME and print its table of results.
+    """Run the benchmark NAME and print its table of results.
 
     Args:
         json: file to which the results are also written, as JSON
@@ -36,11 +51,11 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
     Raises:
         ConfigError: the benchmark or an item does not exist
     """
-    existing = names()
+    existing = modules()
     if name not in existing:
-        raise unknown_name("benchmark", name, existing)
-    module = importlib.import_module(f"benchmarks.{name}")
-    items = list(getattr(module, "ITEMS", ()))
+        raise unknown_name("benchmark", name, sorted(existing))
+    module = importlib.import_module(existing[name])
+    items = items_of(name)
     if only and not items:
         raise ConfigError(
             f"benchmark {name} has no items", hint="run the whole benchmark, without --only"
@@ -75,8 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", metavar="ITEM,..", default="", help="run only these items of the benchmark"
     )
+    parser.add_argument("--list", action="store_true", help="print the benchmark's items, and end")
     args = parser.parse_args(argv)
     try:
+        if args.list:
+            if args.name not in names():
+                raise unknown_name("benchmark", args.name, names())
+            print(*items_of(args.name) or ["no items"], sep="\n")
+            return 0
         run(args.name, args.json, args.quick, [item for item in args.only.split(",") if item])
     except RoadtrainError as error:
         print(f"benchmarks: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -37,7 +36,7 @@ check_tree()
 # Tests start processes, some of them in other directories.
 before = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
-pytest_plugins = ["tests.support.fixtures"]
+pytest_plugins = ["tests.support.fixtures", "tests.support.not_run"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,11 +46,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(level)
         if level == "lab":
             item.add_marker("alone")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def freeze_what_is_loaded():
-    """Keep the garbage collector off what lives until the end: modules, and all tests. Each full
-    collection would visit a million objects."""
-    gc.collect()
-    gc.freeze()

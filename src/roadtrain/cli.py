@@ -81,11 +81,11 @@ COMMANDS = {
     "plan": Command("roadtrain.planner.plan:command", ("CLUSTER.toml",)),
     "launch": Command("roadtrain.launch.launch:command", ("[PLAN.toml]", "[JOB.toml]")),
     "simulate": Command("roadtrain.planner.simulate:command", ("CLUSTER.toml",)),
-    "reproduce": Command("benchmarks.reproduce:command", ("[PAPER]",)),
+    "reproduce": Command("benchmarks.planner.reproduce:command", ("[PAPER]",)),
     "preflight": Command(
         "roadtrain.training.preflight_command:command", ("[JOB.toml]",), job_word=0
     ),
-    "soak": Command("benchmarks.soak:command"),
+    "soak": Command("benchmarks.soak.soak:command"),
     "bench": Command("benchmarks.__main__:bench", ("NAME",)),
 }
 

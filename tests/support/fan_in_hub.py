@@ -120,7 +120,7 @@ class Hub:
         """All are here, and take part."""
         self.until(lambda: len(self.members) == self.workers)
         for child, member in self.members.items():
-            fields = (JOB, child, self.socket.address[1], 5 * child, group)
+            fields = (JOB, child, self.socket.address[1], group)
             member.link.send(switch_frames.FAN_IN, m.encode(fields), [memoryview(NONCE)])
         self.until(lambda: len(self.children) == self.workers)
         for child, sender in enumerate(self.senders):

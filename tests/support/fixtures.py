@@ -17,6 +17,14 @@ settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freeze_what_is_loaded():
+    """Keep the garbage collector off what lives until the end: modules, and all tests. Each full
+    collection would visit a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
     """No thread and no descriptor outlives a test with processes."""

@@ -12,12 +12,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.ports import free_port
+from tests.support.warm_python import warm_folder
 
 ROOT = Path(__file__).parents[2]
 # The page for maintainers is a tour of the code, without commands of its own.
@@ -102,7 +102,7 @@ def run_example(page: Path, folder: Path, timeout_s: float = 400) -> None:
 
 
 def _output(folder: Path, timeout_s: float) -> str:
-    path = Path(sys.executable).parent
+    path = warm_folder()
     env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "HOME": str(folder)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BIN": str(path)}
     with (folder / "output").open("wb") as output:

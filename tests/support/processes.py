@@ -31,18 +31,8 @@ from tests.support.models import build, delay_of, new_scaler, one_step
 from tests.support.ports import free_port
 
 FORK = multiprocessing.get_context("forkserver")
-# torch._dynamo: torch's optimizers import it; pytest: each child imports what its parent runs
-FORK.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "roadtrain.placement.place",
-        "roadtrain.servers.serve",
-        "pytest",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.gpt2.modeling_gpt2",
-        "tests.support.warm",
-    ]
-)
+# pytest: each child imports what its parent runs
+FORK.set_forkserver_preload(["pytest", "tests.support.preloaded"])
 BUDGET = "96MiB"
 OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals", "fan_in"}
 

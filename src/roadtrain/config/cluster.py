@@ -180,6 +180,7 @@ class Host(Section):
     sums: Rate = Field(default=0.0, description="bytes that CPUs sum; 0: 60 % of memory_rate")
     ssds: tuple[Ssd, ...] = ()
     uplink: Rate = Field(default=0.0, description="rate that all its SSDs share; 0: 12GB/s")
+    packet_rate: Number = Field(default=0, description="packets for switches a second; 0: no limit")
     nics: tuple[Nic, ...] = ()
     price: Number = 0
     """cost of buying one machine"""
@@ -237,6 +238,7 @@ class Cluster(Section):
     hosts: tuple[Host, ...] = Field(min_length=1)
     switches: tuple[Switch, ...] = ()
     links: tuple[LinkRate, ...] = ()
+    processors: Number = Field(default=0, description="processors that all hosts share, in a lab")
     measured: tuple[str, ...] = Field(default=(), description="keys whose values were measured")
     assumed: tuple[str, ...] = Field(default=(), description="keys whose values were assumed")
     price_per_kwh: Number = Field(default=0, description="cost of a kilowatt-hour")

@@ -106,9 +106,6 @@ class LabFile(Section):
     def cpus(self) -> dict[str, float]:
         return {name: host.cpus for host in self.hosts if host.cpus for name in host.names}
 
-    def link_rates(self) -> dict[tuple[str, str], float]:
-        return {link.between: parse_rate(link.rate) for link in self.links}
-
 
 def load_lab(path: str | Path) -> LabFile:
     """Read a lab file. Raises ConfigError, which names the wrong key and the nearest valid key."""
@@ -197,7 +194,7 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
     sections = {name: section for section in lab.hosts for name in section.names}
     network = Network(
         {name: lab.nics(section) for name, section in sections.items()},
-        lab.link_rates(),
+        {link.between: parse_rate(link.rate) for link in lab.links},
         lab.cpus(),
     )
     hosts: dict[str, dict[str, Any]] = {name: {"dir": "", "group": ""} for name in sections}

@@ -25,19 +25,9 @@ import yaml
 
 from roadtrain.config.job import DataSection, Job
 from roadtrain.errors import ConfigError
+from roadtrain.launch import torchrun
 from roadtrain.launch.processes import HostFile, Process, Role
 from roadtrain.launch.resolve import ResolvedRun, files_read
-from roadtrain.launch.torchrun import (
-    SHUTDOWN_S,
-    check_ours,
-    files_of,
-    first_worker,
-    gpus_of,
-    hosts_of,
-    notes_for_user,
-    torchrun_words,
-    with_device,
-)
 from roadtrain.storage.direct import make_directory, typed_errors
 from roadtrain.switch.options import MOST_JOBS
 from roadtrain.transport.address import write_token
@@ -55,14 +45,15 @@ def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
     """Write run.yaml and return notes for the user. Raises ConfigError if Kubernetes cannot run the
     plan."""
     objects = kubernetes_objects(run, image)
-    check_ours(out, ["run.yaml"], MARK)
+    torchrun.check_ours(out, ["run.yaml"], MARK)
     make_directory(out)
     with typed_errors(out / "run.yaml", "writing"):
         write_token(out / "run.yaml", as_yaml(objects).encode())  # run.yaml contains the token
     return [
-        f"{len(hosts_of(run))} hosts; start the run with: kubectl apply -f {out / 'run.yaml'}",
+        f"{len(torchrun.hosts_of(run))} hosts; start the run with:"
+        f" kubectl apply -f {out / 'run.yaml'}",
         "servers keep running when the workers are done, until kubectl delete -f",
-        *notes_for_user(run),
+        *torchrun.notes_for_user(run),
     ]
 
 
@@ -91,7 +82,7 @@ _BlockDumper.add_representer(str, _text)
 def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
     """Return the Kubernetes objects of a run. Raises ConfigError if Kubernetes cannot run the
     plan."""
-    return _RunObjects(with_device(run), image).all()
+    return _RunObjects(torchrun.with_device(run), image).all()
 
 
 def name_of(text: str) -> str:
@@ -111,7 +102,7 @@ class _RunObjects:
     def __init__(self, run: ResolvedRun, image: str) -> None:
         self.run, self.image = run, image
         self.name = name_of(run.name)
-        self.worker = first_worker(run)
+        self.worker = torchrun.first_worker(run)
 
     def all(self) -> list[Tree]:
         services = self.run.services()
@@ -135,7 +126,7 @@ class _RunObjects:
 
     def _files(self, *, secret: bool) -> Tree:
         contents = {}
-        for file in files_of(self.run):
+        for file in torchrun.files_of(self.run):
             if file.secret == secret:
                 coded = base64.b64encode(file.content.encode()).decode()
                 contents[PurePosixPath(file.path).name] = coded if secret else file.content
@@ -175,19 +166,19 @@ class _RunObjects:
 
     def _job(self, host: str, rank: int) -> Tree:
         process, count = f"workers {host}", self.run.host(host).workers
-        torchrun = torchrun_words(self.run, str(rank), str(count), self.run.name)
+        launcher = torchrun.torchrun_words(self.run, str(rank), str(count), self.run.name)
         assert self.worker.words[:2] == ("-m", "roadtrain.cli")
         words = ("-m", "roadtrain.launch.pod", *self.worker.words[2:])
         container: Tree = {
             "name": "workers",
             "image": self.image,
-            "command": [PYTHON, *torchrun, *words],
+            "command": [PYTHON, *launcher, *words],
             "workingDir": self.run.directory,
-            "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(SHUTDOWN_S)}],
+            "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(torchrun.SHUTDOWN_S)}],
         }
         if rank == 0:
             container["ports"] = [_port("tcp", self.run.machines.rendezvous_port, "containerPort")]
-        if gpus := gpus_of(self.run).get(host):
+        if gpus := torchrun.gpus_of(self.run).get(host):
             container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
         pod = self._pod(
             process,

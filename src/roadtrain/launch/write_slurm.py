@@ -19,19 +19,9 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
+from roadtrain.launch import torchrun
 from roadtrain.launch.processes import Process
 from roadtrain.launch.resolve import ResolvedRun
-from roadtrain.launch.torchrun import (
-    SHUTDOWN_S,
-    check_ours,
-    files_of,
-    first_worker,
-    gpus_of,
-    hosts_of,
-    notes_for_user,
-    torchrun_words,
-    with_device,
-)
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
 from roadtrain.transport.address import write_token
 
@@ -45,12 +35,12 @@ NOTICE_S = 120  # seconds of notice before the time limit or the loss of a spot 
 def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
     """Write the directory and return notes for the user. Raises ConfigError if Slurm cannot run the
     plan."""
-    run = with_device(run)
+    run = torchrun.with_device(run)
     script = slurm_script(run)
     _check_out(run, out)
     make_directory(out)
     replace_file(out / "run.sbatch", script.encode(), "writing")
-    for file in files_of(run):
+    for file in torchrun.files_of(run):
         where = out / PurePosixPath(file.path).name
         if file.secret:
             with typed_errors(where, "writing the token"):
@@ -59,18 +49,18 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
             head = f"{_head_line()}\n" if where.suffix == ".toml" else ""
             replace_file(where, (head + file.content).encode(), "writing")
     return [
-        f"{len(hosts_of(run))} hosts; start the run in {out}, in an environment whose `{PYTHON}`"
-        " has roadtrain installed: sbatch run.sbatch",
-        *notes_for_user(run),
+        f"{len(torchrun.hosts_of(run))} hosts; start the run in {out}, in an environment whose"
+        f" `{PYTHON}` has roadtrain installed: sbatch run.sbatch",
+        *torchrun.notes_for_user(run),
     ]
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
     """Raise ConfigError if the output would replace a file that `launch --write` has not
     written."""
-    names = [PurePosixPath(file.path).name for file in files_of(run)]
+    names = [PurePosixPath(file.path).name for file in torchrun.files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
-    check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
+    torchrun.check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
 
 
 def _head_line() -> str:
@@ -86,8 +76,8 @@ def slurm_script(run: ResolvedRun) -> str:
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
     """Return the hosts by the number of GPUs that they need. The first host of the first group runs
     the batch script."""
-    gpus, found = gpus_of(run), dict[int, list[str]]()
-    for host in hosts_of(run):
+    gpus, found = torchrun.gpus_of(run), dict[int, list[str]]()
+    for host in torchrun.hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
     return found
 
@@ -125,9 +115,9 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 
 def _machines(run: ResolvedRun) -> Iterable[str]:
     """Yield shell code: the variables and functions that the batch script uses."""
-    worker = first_worker(run)
-    torchrun = [_in_shell(word) for word in torchrun_words(run, *HOST_VARIABLES)]
-    words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
+    worker = torchrun.first_worker(run)
+    launcher = [_in_shell(word) for word in torchrun.torchrun_words(run, *HOST_VARIABLES)]
+    words = [PYTHON, *launcher, *map(shlex.quote, worker.words)]
     places = " ".join(
         f"{host}) rank={rank} workers={run.host(host).workers};;"
         for rank, host in enumerate(run.worker_hosts)
@@ -138,15 +128,15 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
         "first": worker.host,
         "python": PYTHON,
         "asks_committed": json.dumps({"directory": run.directory}),
-        "shutdown_s": str(SHUTDOWN_S),
+        "shutdown_s": str(torchrun.SHUTDOWN_S),
         "places": f"case $SLURMD_NODENAME in {places} esac",
         "torchrun": " ".join(words),
     }
     yield from (f"{key}={shlex.quote(text)}" for key, text in variables.items())
-    yield f"hosts=({' '.join(hosts_of(run))})"
+    yield f"hosts=({' '.join(torchrun.hosts_of(run))})"
     yield from _options_of_steps(run)
     yield "hand_out_all() {"
-    for file in files_of(run):
+    for file in torchrun.files_of(run):
         yield f"    hand_out {PurePosixPath(file.path).name} {shlex.quote(file.path)}"
     yield "}"
     yield "start_services() {"
@@ -166,7 +156,7 @@ def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
     yield f"worker_steps=({' '.join(steps)})"
     several = enumerate(components) if len(components) > 1 else ()
     part = [f"[{host}]=--het-group={number}" for number, hosts in several for host in hosts]
-    gpus = [f"[{host}]=--gres=gpu:{count}" for host, count in gpus_of(run).items()]
+    gpus = [f"[{host}]=--gres=gpu:{count}" for host, count in torchrun.gpus_of(run).items()]
     yield f"declare -A component_of=({' '.join(part)})"
     yield f"declare -A gpus_of=({' '.join(gpus)})"
     if gpus:

@@ -173,8 +173,7 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
     the number of layers, the hidden size or the vocabulary size."""
     text, parts = made.get_text_config(decoder=True), [made.attribute_map]
     inner = [value for value in config.values() if isinstance(value, Mapping)]
-    for key in made.sub_configs:
-        parts.append(getattr(getattr(made, key, None), "attribute_map", {}))
+    parts += [getattr(getattr(made, k, None), "attribute_map", {}) for k in made.sub_configs]
     guessed: dict[str, Any] = {}
     for what in (*SIZES, *GUESSED):
         names = {what, *KEYS.get(what, ()), *(own[what] for own in parts if what in own)}

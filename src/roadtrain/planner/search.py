@@ -412,8 +412,6 @@ class _Search:
     def _gains(self, pick: Found) -> dict[str, float]:
         gains = {}
         for name, other in scaled(self.cluster, MORE).items():
-            if busy_share(pick.result, name) < LITTLE:
-                continue
             gain = 1 - self._score_with(pick, name, other) / pick.score
             if gain > 1e-4:
                 gains[name] = gain

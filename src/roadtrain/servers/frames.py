@@ -251,7 +251,7 @@ def language_of(words: Mapping[str, Any]) -> bytes:
 
 
 EDITION = 2  # NOTE language
-LANGUAGE = bytes.fromhex("fdae9b385dee9fc4021df983f2ccb1a3")  # NOTE language
+LANGUAGE = bytes.fromhex("d8f7f7373da4ae887b9534ff6b1fe2e1")  # NOTE language
 T = TypeVar("T")
 
 

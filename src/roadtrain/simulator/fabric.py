@@ -330,7 +330,8 @@ class Fabric:
             nbytes = params * self._own * (sizes.state_bytes + sizes.held_bytes)
             return Cost(nbytes, [(site.beside, 1.0)])
         nbytes = params * share * UPDATE_BYTES
-        busy = [] if site.cores is None else [(site.cores, 1.0 / site.updates.capacity)]
+        cores = site.cores or self.group.machine
+        busy = [] if cores is None else [(cores, 1.0 / site.updates.capacity)]
         return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
 
     def upstream(self, params: float) -> Cost:

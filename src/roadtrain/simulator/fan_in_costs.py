@@ -16,7 +16,7 @@ from collections import defaultdict
 
 from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.engine import Cost, Resource, Uses
-from roadtrain.simulator.site import FlowGroup, SwitchResources
+from roadtrain.simulator.site import FlowGroup, SwitchResources, handling
 
 SUM_BYTES = 4  # bytes of each element of a sum in the server's memory
 
@@ -141,6 +141,11 @@ class FanInCosts:
         uses = [(card[0], group.card), (card[1], group.card * beat)]
         uses += [*_times(links[0], once), *_times(links[1], once * beat)]
         uses += zip(server, (once, once * beat))
+        workers = group.at_server(once=False)
+        for end, weight, times in ((group.site, group.card, workers), (group.server, once, 1.0)):
+            if end is not None and end.host.packet_rate:
+                count = weight / self.switches.packet_nbytes
+                uses += handling(end.packets, count, group.machine, times)
         return uses + group.touched(group.card)
 
     def _heartbeats(self) -> float:

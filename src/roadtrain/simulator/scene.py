@@ -143,6 +143,7 @@ class Scene:
         self.engine = engine
         self.switches: dict[str, Resource] = {}  # resources of all switches that sum, by name
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
+        self.machine = engine.resource("processors", n) if (n := cluster.processors) else None
         self.server: Site | None = None
         if self.served:
             node = cluster.spares[0].combined
@@ -190,7 +191,8 @@ class Scene:
     def _switches(self, stage: int) -> SwitchResources | None:
         if (tree := self._tree(stage)) is None:
             return None
-        return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
+        packets, constants = self.plan.packets, self.constants
+        return SwitchResources(self._switch, tree, packets, constants, self.machine)
 
     def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
         """Create the fan-in between a stage's server and the switches, or return None if the
@@ -236,6 +238,7 @@ class Scene:
             touch=own.touch,
             rates=tuple((n.total if n else 1.0) * constants.network for n in nics),
             switches=self._switches(number),
+            machine=self.machine,
         )
         fabric = Fabric(cluster, plan, group, own)
         self._add(fabric, number, self._end(number, many))
@@ -272,6 +275,7 @@ class Scene:
                 touch=own.touch,
                 rates=rates,
                 switches=switches,
+                machine=self.machine,
             )
             fabric = RankFabric(self.cluster, plan, group, own, across)
             self._add(fabric, number, end, RankOf(replica, widths, exchange))

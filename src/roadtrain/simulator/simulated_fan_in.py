@@ -23,19 +23,8 @@ from roadtrain.servers.protocol.intermediary import Give, Up
 from roadtrain.simulator.engine import Cost, Engine, Lane, Then, joined
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.simulated_server import BlockPieces, SimulatedServer
+from roadtrain.switch.protocol import fan_in
 from roadtrain.switch.protocol.chunk_queue import Announce
-from roadtrain.switch.protocol.fan_in import (
-    Broadcast,
-    ExponentsArrived,
-    FanInAction,
-    FanInEvent,
-    FanInStateMachine,
-    GradientArrived,
-    Grant,
-    PushRound,
-    SendMaxima,
-    Tick,
-)
 
 # number of an end's buffers for chunks to send, and for sums; the server has enough memory for them
 COPIES, SUMS = 6, 6
@@ -77,7 +66,7 @@ class SimulatedFanIn:
 
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
-        self.machine = FanInStateMachine(workers, COPIES, SUMS, self._packets, 0.0)
+        self.machine = fan_in.FanInStateMachine(workers, COPIES, SUMS, self._packets, 0.0)
         # one link per worker, or a single link for all workers
         self.members: list[SimulatedFanInLink] = []
         self.up = NumberedStream(engine.lane(f"{name} up"))
@@ -135,13 +124,13 @@ class SimulatedFanIn:
         assert len(self.members) == 1
         return range(self.workers)
 
-    def _send(self, events: Sequence[FanInEvent]) -> None:
+    def _send(self, events: Sequence[fan_in.FanInEvent]) -> None:
         """Send messages from workers to the fan-in, one from each worker."""
 
         def arrived() -> None:
             # with a single member, all workers send at the same time, so none is late
             if len(self.members) > 1:
-                self._handle(Tick(self.engine.now))
+                self._handle(fan_in.Tick(self.engine.now))
             for event in events:
                 self._handle(event)
             self._schedule_tick()
@@ -156,28 +145,28 @@ class SimulatedFanIn:
 
     def _tick(self) -> None:
         self.tick_pending = False
-        self._handle(Tick(self.engine.now))
+        self._handle(fan_in.Tick(self.engine.now))
         self._schedule_tick()
 
     # actions of the state machine
 
-    def _handle(self, event: FanInEvent) -> None:
+    def _handle(self, event: fan_in.FanInEvent) -> None:
         for action in self.machine.handle(event):
             self._carry_out(action)
 
-    def _carry_out(self, action: FanInAction) -> None:
+    def _carry_out(self, action: fan_in.FanInAction) -> None:
         match action:
             case Up(message):
                 self._to_server(message)
-            case Broadcast():
+            case fan_in.Broadcast():
                 self._broadcast(action)
             case Give():
                 self._give(action)
-            case Grant():
+            case fan_in.Grant():
                 self._granted(action)
-            case SendMaxima():
+            case fan_in.SendMaxima():
                 self._send_maxima(action)
-            case PushRound():
+            case fan_in.PushRound():
                 self._push(action)
 
     def _to_server(self, message: m.WorkerMessage) -> None:
@@ -189,7 +178,7 @@ class SimulatedFanIn:
             if isinstance(message, m.ApplyUpdate):
                 member.update_reached(message.step)
 
-    def _broadcast(self, action: Broadcast) -> None:
+    def _broadcast(self, action: fan_in.Broadcast) -> None:
         params = self.blocks.params_of(action.pulls[0].chunk)
 
         def arrived() -> None:
@@ -210,25 +199,25 @@ class SimulatedFanIn:
         cost = member.costs.alone(self.blocks.params_of(pull.chunk))
         self.engine.task("Fetch", cost.of_bytes, then=arrived, where=self.name)
 
-    def _granted(self, action: Grant) -> None:
+    def _granted(self, action: fan_in.Grant) -> None:
         """Let all workers send their exponents once the grant has arrived. With a fixed scale there
         are no exponents, and the stream takes no time."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
-        arrived = partial(self._handle, ExponentsArrived(action.chunk, action.round))
+        arrived = partial(self._handle, fan_in.ExponentsArrived(action.chunk, action.round))
         costs = [own.exponents(params) for own in self._costs]
         send = partial(self._stream, "Push", costs, self.up.lane, arrived)
         self._after(self._costs[0].message_s, partial(self.up.ready, run, send))
 
-    def _send_maxima(self, action: SendMaxima) -> None:
+    def _send_maxima(self, action: fan_in.SendMaxima) -> None:
         params, run = self.blocks.params_of(action.chunk), self.up.next()
-        arrived = partial(self._handle, GradientArrived(action.chunk, action.round))
+        arrived = partial(self._handle, fan_in.GradientArrived(action.chunk, action.round))
         gradients = [own.gradients(params) for own in self._costs]
         send = partial(self._stream, "Push", gradients, self.up.lane, arrived)
         maxima = [own.maxima(params) for own in self._costs]
         self._stream("Fetch", maxima, self.down, partial(self.up.ready, run, send))
 
-    def _push(self, action: PushRound) -> None:
+    def _push(self, action: fan_in.PushRound) -> None:
         """Give a sum to the server at once. The buffer of the sum becomes free after the time for
         copying it."""
         announced = self.granted.pop((action.chunk, action.round))

@@ -15,11 +15,10 @@ from roadtrain.config.plan_file import SwitchPackets
 from roadtrain.config.switch_tree import SwitchTree
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Resource, Uses
+from roadtrain.switch.protocol.timed_sender import BEAT_S
 
 # number of packets (64 KiB in total) that a switch on a machine receives before it forwards them
 BATCH = 44
-# the longest time between two heartbeats, which acknowledge packets, while packets arrive
-BEAT_S = 0.01
 
 
 class Site:
@@ -48,6 +47,8 @@ class Site:
         self.latency = nic.latency if nic is not None else 0.0
         self.memory = resource("memory", host.memory_rate)
         self.updates, self.sums = resource("updates", host.updates), resource("sums", host.sums)
+        if host.packet_rate:
+            self.packets = resource("packets", host.packet_rate)
         # if CPUs compute: the CPUs, which computing and updates share
         self.cores: Resource | None = None
         if host.device is not None:
@@ -95,9 +96,11 @@ class SwitchResources:
         tree: SwitchTree,
         packets: SwitchPackets,
         constants: Constants,
+        machine: Resource | None = None,
     ) -> None:
         """Create the resources of the links and switches of `tree`. `resource`: returns the
-        resource with a given name and capacity, and creates each resource only once."""
+        resource with a given name and capacity, and creates each resource only once. `machine`: see
+        FlowGroup."""
         self.tree, self.packets = tree, packets
         # resource uses of a byte on the wire that every worker sends (up) or receives (down)
         self.up, self.down = Uses(), Uses()
@@ -116,8 +119,9 @@ class SwitchResources:
                 self.down += [(into, float(copies > 0)), (out, float(copies))]
             if switch.packet_rate:
                 handled = resource(f"{name} packets", switch.packet_rate)
-                self.up.append((handled, (children + 1) / self.packet_nbytes))
-                self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
+                copied = (copies + 1) / self.packet_nbytes if copies else 0.0
+                self.up += handling(handled, (children + 1) / self.packet_nbytes, machine)
+                self.down += handling(handled, copied, machine)
 
     def on_wire(self, nbytes: float) -> float:
         """Return the bytes on the wire, including packet headers, for `nbytes` of data."""
@@ -153,6 +157,13 @@ class SwitchResources:
         return float(self.packets.window * self.packet_nbytes)
 
 
+def handling(packets: Resource, count: float, machine: Resource | None, times: float = 1.0) -> Uses:
+    """Return what `count` packets use at a host or switch that handles `packets`: its own
+    processors, and those of the `machine`, on which `times` such hosts run."""
+    shared = [] if machine is None else [(machine, count * times / packets.capacity)]
+    return [(packets, count), *shared]
+
+
 @dataclass(frozen=True)
 class FlowGroup:
     """The data-parallel ranks of one pipeline stage, which all have the same parameters.
@@ -174,6 +185,7 @@ class FlowGroup:
         rates: The usable rate of each host's network card in bytes/s.
         switches: The resources of the switches that sum the gradients of the hosts; None if no
             switch sums.
+        machine: The processors that all hosts and switches share; None if each has its own.
     """
 
     site: Site
@@ -187,6 +199,7 @@ class FlowGroup:
     touch: float = 0.0
     rates: tuple[float, ...] = ()
     switches: SwitchResources | None = None
+    machine: Resource | None = None
 
     @cached_property
     def to_device(self) -> Uses:
@@ -207,6 +220,11 @@ class FlowGroup:
         byte that each host sends or receives. If `once` is true, switches sum or copy the bytes, so
         a single byte crosses the card for all hosts together."""
         return self.server_share * (1.0 if once else float(self.hosts))
+
+    @property
+    def computing(self) -> float:
+        """The number of hosts whose computing takes time of the same CPUs."""
+        return self.at_server(once=False) if self.machine else 1.0
 
     def inside(self, weight: float) -> Uses:
         """Return the resource uses of a byte that the ranks on this host exchange with each other.

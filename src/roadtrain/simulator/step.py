@@ -163,8 +163,8 @@ class SimulatedStage:
             for resource, weight in cost.uses:
                 used[resource] += cost.work * weight * times
         device = self.passes * self.pass_s
-        if fabric.site.cores is not None:
-            used[fabric.site.cores] += device
+        if (cores := fabric.site.cores or fabric.group.machine) is not None:
+            used[cores] += device * fabric.group.computing
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
@@ -255,12 +255,12 @@ class SimulatedStage:
 
     def _compute(self, seconds: float, then: Then) -> None:
         assert self.run is not None
-        cores, cost = self.fabric.site.cores, Cost(seconds, max_rate=1.0)
-        if cores is not None:
+        group, cost = self.fabric.group, Cost(seconds, max_rate=1.0)
+        if (cores := group.site.cores or group.machine) is not None:
             # work is in the unit of updates, so that computing and updates get equal shares of the
             # CPUs
-            rate = self.fabric.site.updates.capacity
-            cost = Cost(seconds * rate, [(cores, 1.0 / rate)], max_rate=rate)
+            rate = group.site.updates.capacity
+            cost = Cost(seconds * rate, [(cores, group.computing / rate)], max_rate=rate)
         self.engine.task(self.run.what, cost, lane=self.lane, then=then, where=self.name)
 
     def _next_block(self) -> None:

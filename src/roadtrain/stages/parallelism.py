@@ -21,7 +21,6 @@ x cp. The ranks of a context group or an expert group are consecutive in a data 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -189,22 +188,6 @@ class Parallelism:
 
     def tensor_groups(self) -> list[list[int]]:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
-
-    def pipeline_groups(self) -> list[list[int]]:
-        """Return the ranks on each path that micro-batches take through the stages. Each
-        context-parallel and each tensor-parallel rank has its own path."""
-        turns = math.lcm(*(n // self.cp for n in self.replicas_of))
-
-        def passed(way: int, context: int, tensor: int) -> list[int]:
-            return [
-                self.rank(RankPosition(stage, way * self.cp % replicas + context, tensor))
-                for stage, replicas in enumerate(self.replicas_of)
-            ]
-
-        return [
-            passed(*each)
-            for each in itertools.product(range(turns), range(self.cp), range(self.tp))
-        ]
 
     def data_groups(self) -> list[list[int]]:
         """Return the data groups, ordered by stage and tensor rank."""

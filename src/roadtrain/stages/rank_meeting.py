@@ -193,10 +193,8 @@ def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str
     DeadlineError if it does not arrive in time, LostError if the store is closed, and WireError if
     it is invalid."""
     value = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
-    try:
+    with suppress(RuntimeError):  # rank 0 no longer waits for readers; the value is valid
         store.add(f"{key}/read", 1)
-    except RuntimeError:  # rank 0 no longer waits for readers; the value is valid
-        pass
     return value
 
 

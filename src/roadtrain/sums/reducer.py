@@ -4,17 +4,16 @@ service). Does NOT divide the sums by the number of workers, and keeps no parame
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-One thread does the additions; links have their own threads. protocol/reducer.py makes the
-decisions.
+The thread of the link on which the last part arrives does the addition. protocol/reducer.py makes
+the decisions.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -114,9 +113,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._machine = ReducerStateMachine(workers, rule)
         self._results: dict[Where, Buffer] = {}
         self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # errors of encoded sums
-        self._work = queue.SimpleQueue[Any]()
-        self.threads.append(threading.Thread(target=self._add_all, name="reducer", daemon=True))
-        self.threads[0].start()
+        self._accumulating = threading.Lock()  # held while a part is added to an accumulated value
 
     def takes(self, rank: int) -> bool:
         return not self.lost_ranks and super().takes(rank)
@@ -160,16 +157,13 @@ class Reducer(HostedSession[_ReducerConnection]):
                 return
             complete = self._machine.arrived(worker.rank, part)
             if complete is not None:
-                self._sum_soon(worker, part, complete)
+                all_ranks = range(self.workers) if self.rule == "sum" else (worker.rank,)
+                workers = [self.connections[rank] for rank in all_ranks]
+                views = [each.buffers[where].view for each in workers]
+        if complete is not None:
+            with nullcontext() if self.rule == "sum" else self._accumulating:
+                self._add(workers, views, part, complete)
         self._end_if_lost()
-
-    def _sum_soon(self, worker: _ReducerConnection, part: Arrived, complete: PartRound) -> None:
-        """Queue a complete round for the thread that does the additions. The caller holds the
-        lock."""
-        alone = self.rule == "accumulate"
-        workers = [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
-        views = [each.buffers[part.key, part.start].view for each in workers]
-        self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
         """Release the buffers, and if `given_up` is True the rounds, that `worker` does not use any
@@ -224,21 +218,8 @@ class Reducer(HostedSession[_ReducerConnection]):
             self.end(LostError(f"worker {lost[0]} has left: {self._left[lost[0]]}"))
 
     def ended(self, error: BaseException) -> None:
-        self._work.put(None)
         self.dismiss(error)
         self._forget(self)
-
-    def _add_all(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                self._add(*work)
-            except BaseException as error:
-                self.end(
-                    error
-                    if isinstance(error, RoadtrainError)
-                    else LostError(f"a reducer failed: {error!r}")
-                )
-                return
 
     def _add(
         self,

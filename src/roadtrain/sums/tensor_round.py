@@ -61,7 +61,7 @@ class TensorRound:
 
     def number(self, start: int) -> int:
         """Return the number of the part that begins at element `start`, or -1 if there is none.
-        `start` may have all bits inverted, as in the frames of moved parts (Map.moved)."""
+        `start` may have all bits inverted, as in the frames of moved parts (Map.assigned)."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1

@@ -1,8 +1,8 @@
 """WorkerSums: cuts a worker's tensors into parts, pushes each part to its reducer in the order of
 priorities, and receives the sums. Does NOT divide by the number of workers or import torch.
 
-    sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most 2
-    queued parts each -> out, then `done`
+    sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, few queued
+    bytes each -> out, then `done`
 
 If a spare host is removed before all workers have its sums, its parts are pushed again to another
 reducer: from `out` by workers that have the sum, else from `grad`. So the `out` of the last round
@@ -44,8 +44,12 @@ from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB
 
-PART_BYTES = 128 * KIB  # largest part, sent as one frame; the bound in the paper is 4 MB
-AHEAD = 2  # most parts queued in a link; few, so that urgent parts need not wait long
+# A part is sent as one frame. It has 1/256 of its tensor's bytes, within these bounds: each part
+# costs processor time, but the first and the last part of a tensor are not exchanged in parallel.
+# The bound in the paper is 4 MB.
+PART_BYTES, MOST_PART, PARTS = 128 * KIB, 512 * KIB, 256
+# A link with so many queued bytes gets no more parts. Few, so that urgent parts need not wait long.
+AHEAD = 256 * KIB
 DIAL_S = 2.0  # timeout to connect to a new spare host
 AGAIN = -(1 << 62)  # priority of sums that other workers lack
 
@@ -65,13 +69,13 @@ class SumOptions:
     spare: TcpOptions | None = None  # options of links to spare hosts; if None, as `reach`
     rule: str = "sum"  # "sum" or "accumulate" (sums/protocol/reducer.py)
     deadline_s: float = 600.0
-    part_bytes: int = PART_BYTES
+    part_bytes: int = 0  # largest part; 0: chosen by the size of each tensor
     separate: bool = False  # while there is a spare host, the workers' reducers sum nothing
 
 
 class _ReducerLink:
-    """A worker's link to a reducer, and the handler of its frames. `ahead` is the number of parts
-    queued in the link."""
+    """A worker's link to a reducer, and the handler of its frames. `ahead`: the bytes of the parts
+    queued in the link, before encoding."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -231,7 +235,8 @@ class WorkerSums:
         codec = None
         if format and (codec := self._codecs.get((key, format, elements))) is None:
             codec = self._codecs[key, format, elements] = TensorCodec(format, elements)
-        parts = cut(elements, self.options.part_bytes // ITEMSIZE[dtype])
+        most = self.options.part_bytes or min(max(len(grad) // PARTS, PART_BYTES), MOST_PART)
+        parts = cut(elements, most // ITEMSIZE[dtype])
         urgency = priority, next(self._calls)
         tensor = TensorRound(key, grad, out, dtype, done, urgency, parts, codec)
         with self._lock:
@@ -280,17 +285,18 @@ class WorkerSums:
             if not summed and (key, number - 1, start) in self._owed:
                 self._after[key, number - 1, start] = heapq.heappop(self._queue)
                 continue
-            reducer = self._reducers[self._map.reducers(key, len(tensor.parts), number)[part]]
+            of, moved = self._map.assigned(key, len(tensor.parts), number)
+            reducer = self._reducers[of[part]]
             if reducer.ahead >= AHEAD:
                 break
             heapq.heappop(self._queue)
-            reducer.ahead += 1
+            reducer.ahead += len(tensor.of(tensor.out, part))
             if summed:
                 self._owed[key, number, start] = False
             else:
                 tensor.sent[part] = reducer.number
-            moved = self._map.moved(key, len(tensor.parts), number)[part]
-            out.append((reducer, tensor, part, ~start if moved else start, number if summed else 0))
+            where = ~start if moved[part] else start
+            out.append((reducer, tensor, part, where, number if summed else 0))
         return out
 
     def _post(self, posts: Sequence[tuple[_ReducerLink, TensorRound, int, int, int]]) -> None:
@@ -302,14 +308,15 @@ class WorkerSums:
                 (tensor.key, where, summed or tensor.round, stop - start, tensor.format, itemsize)
             )
             try:
-                reducer.link.send(sum_frames.PART, header, [view], partial(self._sent, reducer))
+                sent = partial(self._sent, reducer, len(tensor.of(tensor.out, number)))
+                reducer.link.send(sum_frames.PART, header, [view], sent)
                 self.sent_bytes += len(view) * (reducer.number != self.rank)
             except PeerError as error:
                 self.lost(reducer, error)
 
-    def _sent(self, reducer: _ReducerLink) -> None:
+    def _sent(self, reducer: _ReducerLink, nbytes: int) -> None:
         with self._lock:
-            reducer.ahead -= 1
+            reducer.ahead -= nbytes
             posts = self._next() if self.error is None else []
         self._post(posts)
 

@@ -22,18 +22,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from roadtrain.errors import ConfigError, DeadlineError, LostError
+from roadtrain.retry import undone_on_error
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address
 
 # Linux constants that the socket module lacks
 UDP_SEGMENT, UDP_GRO = 103, 104
-IP_MTU_DISCOVER, IP_PMTUDISC_DO, IP_MTU = 10, 2, 14
-IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
+IP_PMTUDISC_DO = 2
+# by family: level and names of the options MTU_DISCOVER and MTU
+PATH_MTU: Mapping[int, tuple[int, int, int]] = {
+    socket.AF_INET: (socket.IPPROTO_IP, 10, 14),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24),
+}
 SO_SNDBUFFORCE, SO_RCVBUFFORCE, SO_RXQ_OVFL = 32, 33, 40
 
 MOST_SEGMENTS = 64  # packets of one call that the kernel can split
@@ -57,6 +62,28 @@ _LOST = {
     errno.ENOBUFS,
     errno.EPERM,
 }
+
+
+class _Use:
+    """Keeps the descriptors of a socket open in the `with` statements of its calls. Entering raises
+    LostError if the socket is closed.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self.users, self.over = threading.Lock(), 0, False
+        self.changed = threading.Condition(self._lock)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.over:
+                raise LostError("the datagram socket was closed")
+            self.users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.users -= 1
+            if self.over:
+                self.changed.notify_all()
 
 
 class DatagramSocket:
@@ -85,29 +112,28 @@ class DatagramSocket:
         self._family, where = _resolved(address, socket.AF_UNSPEC)
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._users, self._changed, self._over = 0, threading.Condition(), False
+        self._room_poll = select.poll()
+        self._room_poll.register(self._socket, select.POLLOUT)
+        self._use = _Use()
         self._number_of = functools.lru_cache(MOST_NAMES)(self.number_of)
         self._segments = True  # whether the kernel splits runs
         # Number of datagrams that the kernel dropped because the receive buffer was full. It is
         # updated when a later datagram is received. A coalesced run counts as one datagram.
         self.drops = 0
         self.unsent = 0  # packets that the kernel refused to send
-        try:
-            self._bind(where, group)
-            self.receive_nbytes = self._room("receive", SO_RCVBUFFORCE, receive_nbytes)
-            self.send_nbytes = self._room("send", SO_SNDBUFFORCE, send_nbytes)
-            self._prepare()
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"cannot open a UDP socket at {address[0]}:{address[1]}"
-                + (f", group {group[0]}:{group[1]}" if group else "")
-                + f": {error.strerror or error}",
-                hint="use an address of this host and a free port",
-            ) from error
-        except BaseException:
-            self.close()
-            raise
+        with undone_on_error(self.close):
+            try:
+                self._bind(where, group)
+                self.receive_nbytes = self._room("receive", SO_RCVBUFFORCE, receive_nbytes)
+                self.send_nbytes = self._room("send", SO_SNDBUFFORCE, send_nbytes)
+                self._prepare()
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot open a UDP socket at {address[0]}:{address[1]}"
+                    + (f", group {group[0]}:{group[1]}" if group else "")
+                    + f": {error.strerror or error}",
+                    hint="use an address of this host and a free port",
+                ) from error
         self.address: Address = _named(self._socket.getsockname())
 
     def send(self, buffer: memoryview | np.ndarray, segment: int, to: Address) -> None:
@@ -119,7 +145,7 @@ class DatagramSocket:
             DeadlineError: The send buffer stayed full for 10 s.
             LostError: The socket is closed.
         """
-        with self._using():
+        with self._use:
             self._send_run(_bytes_of(buffer), segment, self._number_of(to))
 
     def receive(
@@ -138,7 +164,7 @@ class DatagramSocket:
             LostError: The socket is closed.
         """
         deadline = time.monotonic() + timeout_s
-        with self._using():
+        with self._use:
             while True:
                 try:
                     found = self._socket.recvmsg_into(
@@ -147,7 +173,7 @@ class DatagramSocket:
                     return self._read(*found)
                 except BlockingIOError:
                     left_s = deadline - time.monotonic()
-                    if left_s <= 0 or not self._wait(select.POLLIN, left_s):
+                    if left_s <= 0 or not _poll(select.POLLIN, left_s, self):
                         return None
                 except OSError as error:
                     if error.errno not in _LOST:
@@ -157,16 +183,10 @@ class DatagramSocket:
         """Wait until this socket or one of the others is readable, at most `timeout_s` seconds.
         Raises LostError if one of them is closed.
         """
-        sockets = (self, *others)
         with contextlib.ExitStack() as used:
-            poll = select.poll()
-            for sock in sockets:
-                used.enter_context(sock._using())
-                poll.register(sock._socket, select.POLLIN)
-                poll.register(sock._awake, select.POLLIN)
-            poll.poll(max(timeout_s, 0) * 1000)
-            if any(sock._over for sock in sockets):
-                raise LostError("the datagram socket was closed")
+            for sock in (self, *others):
+                used.enter_context(sock._use)
+            _poll(select.POLLIN, timeout_s, self, *others)
 
     def fileno(self) -> int:
         """Return the descriptor, for select and epoll. Only the thread that closes the socket may
@@ -179,47 +199,21 @@ class DatagramSocket:
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
-        """Return whether `send` would not block."""
-        with self._using():
-            return self._wait(select.POLLOUT, 0.0)
+        """Return whether `send` would not block. Only one thread may call this method."""
+        with self._use:
+            return bool(self._room_poll.poll(0))
 
     def close(self) -> None:
         """Close the socket and wake threads that send or receive. Idempotent, thread-safe."""
-        with self._changed:
-            if self._over:
+        use = self._use
+        with use.changed:
+            if use.over:
                 return
-            self._over = True
+            use.over = True
             os.eventfd_write(self._awake, 1)
-            self._changed.wait_for(lambda: self._users == 0)
+            use.changed.wait_for(lambda: use.users == 0)
         self._socket.close()
         os.close(self._awake)
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keep the descriptors open during a call. Raises LostError if the socket is closed."""
-        with self._changed:
-            if self._over:
-                raise LostError("the datagram socket was closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users -= 1
-                if self._over:
-                    self._changed.notify_all()
-
-    def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait for a poll event. Returns False after the timeout. Raises LostError if the socket is
-        closed.
-        """
-        poll = select.poll()
-        poll.register(self._socket, event)
-        poll.register(self._awake, select.POLLIN)
-        ready = poll.poll(max(timeout_s, 0) * 1000)
-        if self._over:
-            raise LostError("the datagram socket was closed")
-        return bool(ready)
 
     def _read(
         self, nbytes: int, ancillary: list[tuple[int, int, bytes]], flags: int, source: Address
@@ -253,7 +247,7 @@ class DatagramSocket:
                 self._socket.sendmsg([part], control, socket.MSG_DONTWAIT, to)
                 return True
             except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
+                if not _poll(select.POLLOUT, deadline - time.monotonic(), self):
                     raise DeadlineError(
                         f"cannot send datagrams to {to[0]}:{to[1]}: the send buffer of"
                         f" {self.send_nbytes} bytes has been full for {SEND_S:.0f} s"
@@ -289,9 +283,8 @@ class DatagramSocket:
         with socket.socket(self._family, socket.SOCK_DGRAM) as probe:
             probe.bind((self.address[0], 0))
             probe.connect(to)
-            if self._family == socket.AF_INET:
-                return probe.getsockopt(socket.IPPROTO_IP, IP_MTU)
-            return probe.getsockopt(socket.IPPROTO_IPV6, IPV6_MTU)
+            level, _, mtu = PATH_MTU[self._family]
+            return probe.getsockopt(level, mtu)
 
     def _bind(self, where: Address, group: Address | None) -> None:
         if group is None:
@@ -338,10 +331,8 @@ class DatagramSocket:
 
     def _prepare(self) -> None:
         sock = self._socket
-        if self._family == socket.AF_INET:
-            sock.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
-        else:
-            sock.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER, IP_PMTUDISC_DO)
+        level, discover, _ = PATH_MTU[self._family]
+        sock.setsockopt(level, discover, IP_PMTUDISC_DO)
         sock.setsockopt(socket.SOL_SOCKET, SO_RXQ_OVFL, 1)
         try:
             sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
@@ -349,6 +340,20 @@ class DatagramSocket:
             self._report(
                 f"datagrams: the kernel does not coalesce received packets ({error.strerror})"
             )
+
+
+def _poll(event: int, timeout_s: float, *sockets: DatagramSocket) -> bool:
+    """Wait for a poll event of any of the sockets. Returns False after the timeout. Raises
+    LostError if a socket is closed.
+    """
+    poll = select.poll()
+    for sock in sockets:
+        poll.register(sock._socket, event)
+        poll.register(sock._awake, select.POLLIN)
+    ready = poll.poll(max(timeout_s, 0) * 1000)
+    if any(sock._use.over for sock in sockets):
+        raise LostError("the datagram socket was closed")
+    return bool(ready)
 
 
 def _resolved(address: Address, family: int) -> tuple[int, Address]:
@@ -364,7 +369,8 @@ def _resolved(address: Address, family: int) -> tuple[int, Address]:
     return found[0][0], _named(found[0][4])
 
 
-def _named(raw: Sequence[object]) -> Address:
+@functools.lru_cache(MOST_NAMES)
+def _named(raw: tuple[object, ...]) -> Address:
     """Convert a socket address to (host, port), with the network interface of a link-local
     address.
     """

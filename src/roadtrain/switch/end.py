@@ -46,18 +46,8 @@ from roadtrain.switch.fixed_point import load_kernels
 from roadtrain.switch.greeting import check_same, plan_of
 from roadtrain.switch.lateness import Lateness, since
 from roadtrain.switch.packets import PACKET_NBYTES, ROOT, Kind, PacketKey
+from roadtrain.switch.protocol import fan_in
 from roadtrain.switch.protocol.chunk_queue import Announce
-from roadtrain.switch.protocol.fan_in import (
-    Broadcast,
-    ExponentsArrived,
-    FanInStateMachine,
-    GradientArrived,
-    Grant,
-    PushRound,
-    SendMaxima,
-    Tick,
-)
-from roadtrain.switch.protocol.numbered import NOTHING
 from roadtrain.switch.registration import RESTART, JobTree, Registration
 from roadtrain.switch.streams import (
     SEND_NBYTES,
@@ -78,7 +68,6 @@ END_S = 10.0  # timeout for the threads to end
 UP_S = 60.0  # timeout for the link inside this process
 CHECK_S = 0.25  # interval between checks for stragglers
 STUCK_S = 1.0  # a round that makes no progress for longer counts as stuck
-DELAY_MS = 5  # participant n waits n * DELAY_MS longer before it resends
 
 
 class FanInConnection(ParameterConnection):
@@ -118,7 +107,7 @@ class FanInEnd(IntermediarySession):
 
     name = "fan-in"
     connection_class = FanInConnection
-    machine: FanInStateMachine  # set once the layout is known
+    machine: fan_in.FanInStateMachine  # set once the layout is known
 
     def __init__(
         self, greeting: switch_frames.FanInHello, host: StoreHost, options: TcpOptions
@@ -137,8 +126,6 @@ class FanInEnd(IntermediarySession):
         self._checked = time.monotonic()
         self._sent_silent = False  # whether the last PROGRESS to participants named a straggler
         self._apart = 0  # `machine.apart` at the last check
-        self._sender: PacketSender | None = None  # set once its destination is decided
-        self._beat = NOTHING  # the heartbeat that arrived before `_sender` was set
         self._job, self._nonce = secrets.randbits(32), secrets.token_bytes(16)
         self._key = PacketKey.derive(options.token, self._nonce)
         self._root = address_of(self.plan.root.address)
@@ -153,6 +140,13 @@ class FanInEnd(IntermediarySession):
         self._trial = trial.MulticastTrial(self.workers) if self._group else None
         self._incoming = Incoming(self.plan.window, self.plan.width, self.workers)
         self._outgoing = Outgoing(self._job, self._key)
+        self._sender = PacketSender(  # started once its destination is decided
+            self._socket,
+            self._root,
+            self._outgoing.fill,
+            self._failed,
+            name=f"send parameters {hello.session}",
+        )
         self._clock = BeatClock(self.plan.window)
         self.refused = 0  # packets with the job's tag that were not sent by the root
         self._port = PacketPort(
@@ -254,7 +248,7 @@ class FanInEnd(IntermediarySession):
             self._chunks = list(meta.table.chunks)
             self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.buffers)]
             self._sums = [Buffer(budgets.scratch_bytes) for _ in range(budgets.buffers)]
-            self.machine = FanInStateMachine(
+            self.machine = fan_in.FanInStateMachine(
                 self.workers,
                 budgets.buffers,
                 budgets.buffers,
@@ -297,9 +291,7 @@ class FanInEnd(IntermediarySession):
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
         port = self._ports[switch.address]
-        worker.say(
-            switch_frames.FAN_IN, (self._job, child, port, DELAY_MS * rank, group), self._nonce
-        )
+        worker.say(switch_frames.FAN_IN, (self._job, child, port, group), self._nonce)
         if self._trial is not None:
             self._trial.invite(rank, time.monotonic())
 
@@ -329,17 +321,9 @@ class FanInEnd(IntermediarySession):
 
     def _send_to(self, to: Address) -> None:
         """Begin to send parameters to the address `to`. The caller holds `lock`."""
-        self._sender = sender = PacketSender(
-            self._socket,
-            to,
-            self._outgoing.fill,
-            self._failed,
-            name=f"send parameters {self.first.hello.session}",
-        )
-        sender.may_send(self._outgoing.end)
-        sender.heartbeat(self._beat)
+        self._sender.to = to
         if self.over is None:
-            sender.start()
+            self._sender.start()
 
     # packets, handled by the thread that receives them
 
@@ -362,25 +346,20 @@ class FanInEnd(IntermediarySession):
 
     def _whole(self, run: ExpectedRun) -> None:
         if run.kind is Kind.GRADIENT:
-            self.post(GradientArrived(run.chunk, run.round))
+            self.post(fan_in.GradientArrived(run.chunk, run.round))
             return
         with self.lock:
             self._maxima[run.chunk, run.round] = run.maxima
-        self.post(ExponentsArrived(run.chunk, run.round))
+        self.post(fan_in.ExponentsArrived(run.chunk, run.round))
 
     def _beats(self, batch: Batch) -> None:
         for beat, header, _ in beats_of(self._of_root(batch)):
             self._lateness.heartbeat(int(header["a"]), int(header["b"]), time.monotonic())
-            with self.lock:
-                sender = self._sender
-                if sender is None:
-                    self._beat = beat if beat.ack == 0 else self._beat
-                    continue
-            self._outgoing.acknowledged(sender.heartbeat(beat))
+            self._outgoing.acknowledged(self._sender.heartbeat(beat))
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._ports and self._clock.due():
+        if self._ports and self._clock.due(now):
             beat = self._incoming.heartbeat()
             packet = beat_packet(self._key, self._job, Kind.GRADIENT_BEAT, beat)
             self._socket.send(packet, packet.size, self._to_root)
@@ -395,7 +374,7 @@ class FanInEnd(IntermediarySession):
         self._send_silent()
         if not self._chunks:
             return
-        self.post(Tick(now))
+        self.post(fan_in.Tick(now))
         with self.lock:
             late, left, apart = self.machine.late(), set(self.lost_ranks), self.machine.apart
             here = len(self.connections) == self.workers and bool(self._ports)
@@ -437,7 +416,7 @@ class FanInEnd(IntermediarySession):
         from now on. The caller holds `lock`.
         """
         sender = self._sender
-        if sender is None or sender.to != self._group or not sender.stuck:
+        if sender.to != self._group or not sender.machine.stuck:
             return False
         sender.to = self._to_root
         return True
@@ -446,32 +425,32 @@ class FanInEnd(IntermediarySession):
 
     def _carry_out(self, action: Any) -> None:
         match action:
-            case Broadcast():
+            case fan_in.Broadcast():
                 self._broadcast(action)
-            case Grant():
+            case fan_in.Grant():
                 self._grant(action)
-            case SendMaxima():
+            case fan_in.SendMaxima():
                 self._send_maxima(action)
-            case PushRound():
+            case fan_in.PushRound():
                 self._push(action)
             case _:
                 super()._carry_out(action)
 
-    def _broadcast(self, action: Broadcast) -> None:
+    def _broadcast(self, action: fan_in.Broadcast) -> None:
         pull = action.pulls[0]
         nbytes = round_up(self._chunks[pull.chunk].weights_nbytes, PAGE)
         view = np.frombuffer(self._copies[action.buffer].view, np.uint8, nbytes)
         carried = OutgoingBytes(Kind.PARAMETERS, pull.chunk, pull.version, view)
         self._go_out(carried, lambda: self.post(messages.Done(action)))
 
-    def _grant(self, action: Grant) -> None:
+    def _grant(self, action: fan_in.Grant) -> None:
         blocks = fixed_point.blocks_of(self._chunks[action.chunk].numel)
         self._incoming.expect_exponents(action.chunk, action.round, action.first, blocks)
         for worker in self.everyone():
             fields = action.chunk, action.round, action.first, worker.rank in action.announced
             worker.say(switch_frames.GRANT, fields)
 
-    def _send_maxima(self, action: SendMaxima) -> None:
+    def _send_maxima(self, action: fan_in.SendMaxima) -> None:
         chunk, round = action.chunk, action.round
         maxima, numel = self._maxima.pop((chunk, round)), self._chunks[chunk].numel
         into = np.frombuffer(self._sums[action.buffer].view, np.float32, numel)
@@ -479,11 +458,9 @@ class FanInEnd(IntermediarySession):
         self._go_out(OutgoingBytes(Kind.MAXIMA, chunk, round, maxima, action.first))
 
     def _go_out(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> None:
-        below = self._outgoing.add(carried, done)
-        if self._sender is not None:
-            self._sender.may_send(below)
+        self._sender.may_send(self._outgoing.add(carried, done))
 
-    def _push(self, action: PushRound) -> None:
+    def _push(self, action: fan_in.PushRound) -> None:
         chunk, view = self._chunks[action.chunk], self._sums[action.buffer].view
         nbytes = 4 * chunk.numel
         if self._all == 1:  # the server expects the chunk's dtype from a single worker
@@ -518,10 +495,9 @@ class FanInEnd(IntermediarySession):
 
     def _counters(self) -> str:
         with self.lock:
-            sender = self._sender
             stuck = self.machine.stuck(STUCK_S) if self._chunks else 0
-        sent, resent = (0, 0) if sender is None else (sender.machine.sent, sender.machine.resends)
-        received = self._incoming
+        numbers, received = self._sender.machine.numbers, self._incoming
+        sent, resent = numbers.sent, numbers.resends
         return ", ".join(
             [
                 f"fan-in of {self.workers} by {self.plan.root.address}: {sent:,} packets sent,"
@@ -552,10 +528,7 @@ class FanInEnd(IntermediarySession):
 
     def _close(self) -> None:
         """Close the UDP socket and the link to the server, after the session has ended."""
-        with self.lock:
-            sender = self._sender
-        if sender is not None:
-            sender.close()
+        self._sender.close()
         self._port.close()
         self._socket.close()
         if self._connected.is_set():

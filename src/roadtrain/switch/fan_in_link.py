@@ -30,22 +30,13 @@ from roadtrain.chunks import PAGE
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
-from roadtrain.switch import fixed_point, packets, switch_frames
+from roadtrain.switch import fixed_point, packets, streams, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.greeting import Participant
 from roadtrain.switch.lateness import ago
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.participant import ROUNDS, Gradient, Granted, Numbers, PendingPull, Pulls
 from roadtrain.switch.protocol.numbered import NumberedReceiver
-from roadtrain.switch.streams import (
-    SEND_NBYTES,
-    Batch,
-    BeatClock,
-    PacketPort,
-    PacketSender,
-    beat_packet,
-    beats_of,
-)
 from roadtrain.transport.address import address_of, own_address
 from roadtrain.transport.link import Receiver
 from roadtrain.transport.stream import FrameStream
@@ -67,8 +58,8 @@ class _Member:
     child: int
     key: PacketKey
     sockets: list[DatagramSocket]
-    sender: PacketSender
-    port: PacketPort
+    sender: streams.PacketSender
+    port: streams.PacketPort
     trial_until: float | None  # deadline for a trial packet; None once the result is sent
     received: int = 0  # packets with the job's tag
     last: float = field(default_factory=time.monotonic)  # time when `received` changed
@@ -97,7 +88,7 @@ class FanInLink:
         self._pulls = Pulls()
         self._granted = Granted(participant.chunks, self._plan.width)
         self._received = NumberedReceiver(self._plan.window)
-        self._clock = BeatClock(self._plan.window)
+        self._clock = streams.BeatClock(self._plan.window)
         self._tickets: deque[bytes] = deque()  # headers of PULLED frames being received over TCP
         self._member: _Member | None = None
         self._tcp: FrameStream
@@ -266,16 +257,15 @@ class FanInLink:
             if fan_in.group:
                 sockets.append(self._socket(home, address_of(fan_in.group)))
         key = PacketKey.derive(self._token, nonce)
-        sender = PacketSender(
+        sender = streams.PacketSender(
             up,
             switch,
             self._fill,
             self._failed,
             name=f"send packets {self.peer}",
-            delay_s=fan_in.delay_ms / 1e3,
         )
         trial = time.monotonic() + TRIAL_S if fan_in.group else None
-        port = PacketPort(
+        port = streams.PacketPort(
             sockets,
             key,
             fan_in.job,
@@ -303,7 +293,7 @@ class FanInLink:
     def _socket(self, home: str, group: Address | None = None) -> DatagramSocket:
         window = self._plan.window * PACKET_NBYTES
         return DatagramSocket(
-            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, group=group
+            (home, 0), receive_nbytes=2 * window, send_nbytes=streams.SEND_NBYTES, group=group
         )
 
     def _failed(self, error: BaseException) -> None:
@@ -320,7 +310,7 @@ class FanInLink:
 
     # down
 
-    def _parameters(self, batch: Batch) -> None:
+    def _parameters(self, batch: streams.Batch) -> None:
         done: list[tuple[PendingPull, int]] = []
         left = self._new(batch)
         headers = batch.headers
@@ -340,7 +330,7 @@ class FanInLink:
                 self._pulls.whole(pull, base)
             self._deliver(m.PULLED, pull.header, pull.into.data)
 
-    def _new(self, batch: Batch) -> np.ndarray:
+    def _new(self, batch: streams.Batch) -> np.ndarray:
         """Return a mask of the packets that are not duplicates. Raises WireError for a wrong packet
         length.
         """
@@ -351,12 +341,12 @@ class FanInLink:
         self._clock.received(int(np.count_nonzero(batch.ok)))
         return new
 
-    def _copy(self, batch: Batch, ours: np.ndarray, pull: PendingPull) -> None:
+    def _copy(self, batch: streams.Batch, ours: np.ndarray, pull: PendingPull) -> None:
         index = batch.headers["c"].astype(np.uint32)
         pull.take(index[ours])
         packets.copy_out(batch.buffer, ours, index, pull.into)
 
-    def _maxima(self, batch: Batch) -> None:
+    def _maxima(self, batch: streams.Batch) -> None:
         new = self._new(batch)
         with self._lock:
             for i in np.flatnonzero(new):
@@ -372,18 +362,18 @@ class FanInLink:
         if member is not None:
             member.sender.may_send(ready)
 
-    def _heartbeats(self, batch: Batch) -> None:
+    def _heartbeats(self, batch: streams.Batch) -> None:
         member = self._member
         if member is None:
             return
         acked = 0
-        for beat, _, _ in beats_of(batch):
+        for beat, _, _ in streams.beats_of(batch):
             acked = max(acked, member.sender.heartbeat(beat))
         with self._lock:
             free = self._granted.acked(acked)
         _call(free)
 
-    def _trial(self, batch: Batch) -> None:
+    def _trial(self, batch: streams.Batch) -> None:
         self._settle_trial(True)
 
     def _settle_trial(self, reached: bool) -> None:
@@ -400,11 +390,12 @@ class FanInLink:
         member = self._member
         if member is None:
             return
-        if member.trial_until is not None and time.monotonic() > member.trial_until:
+        now = time.monotonic()
+        if member.trial_until is not None and now > member.trial_until:
             self._settle_trial(False)
         self._check_silent(member)
-        if self._clock.due():
-            packet = beat_packet(
+        if self._clock.due(now):
+            packet = streams.beat_packet(
                 member.key,
                 member.job,
                 Kind.PARAMETER_BEAT,

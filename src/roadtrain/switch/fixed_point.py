@@ -44,6 +44,7 @@ from roadtrain.switch.packets import (
 ZERO, NOT_FINITE = 0, 255  # special exponent bytes
 BIAS = 126
 INTEGER: Mapping[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
+_LEAST = 2.0**-126  # of all normal float32 numbers
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
@@ -125,7 +126,7 @@ def _scale(exponent: Any, bits: Any) -> Any:
 @kernel
 def _quantize_block(values: Any, scale: Any, top: Any, out: Any) -> Any:
     for i in range(values.size):
-        q = np.rint(np.float64(widen(values[i])) * scale)
+        q = np.rint(widen(values[i]) * scale)
         q = q if q < top else top  # NaN too; the block's exponent byte is NOT_FINITE then
         q = q if q > -top else -top
         out[i] = np.int32(q)
@@ -133,7 +134,8 @@ def _quantize_block(values: Any, scale: Any, top: Any, out: Any) -> Any:
 
 @kernel
 def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: Any) -> Any:
-    top = np.float64((1 << bits) - 1)
+    # the greatest float32 below 2^bits, at most 2^bits - 1
+    top = np.float32((1 << bits) - (1 << max(bits - 24, 0)))
     each = PAYLOAD_NBYTES // like.itemsize
     for i in range(run.size // PACKET_NBYTES):
         start = i * PACKET_NBYTES + HEADER_NBYTES
@@ -144,11 +146,16 @@ def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: 
             into = payload[at : at + BLOCK]
             if part.size > 0:
                 scale = _scale(maxima[(first + at) // BLOCK], bits)
-                if scale > 0:
-                    _quantize_block(part, scale, top, into)
+                # float32 gives the same bits as float64, because a product with a normal power of
+                # two is exact, or below 2^-126
+                if _LEAST <= scale <= 1 / _LEAST:
+                    _quantize_block(part, np.float32(scale), top, into)
+                elif scale > 0:
+                    _quantize_block(part, scale, np.float64(top), into)
                 else:
                     into[:] = 0
-            into[part.size :] = 0
+            if part.size < BLOCK:
+                into[part.size :] = 0
 
 
 def quantize(

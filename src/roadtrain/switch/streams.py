@@ -25,19 +25,18 @@ from roadtrain.switch.packets import (
     Kind,
     PacketKey,
 )
-from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
+from roadtrain.switch.protocol.numbered import Heartbeat
+from roadtrain.switch.protocol.timed_sender import BEAT_S, TimedSender
 from roadtrain.transport.tcp import Address
 
 RUN = 264  # packets made at once: six system calls of 64 KB each
-GATHERED = 264  # bulk packets that a port handles at once
-LOSS_S = 0.1  # timeout for progress, then packets are resent; doubles with each resend
-MOST_LOSS_S = 2.0
-HOLD_S = 0.008  # longest time that packets wait in the kernel, to be handled together
-FEW = 8  # if fewer packets arrive in HOLD_S, each packet is handled immediately
-BUSY_S = 0.01  # interval between two heartbeats while packets arrive
-# Send buffer of a socket. It must be smaller than the host's queue for its network device, which
-# silently drops packets when it is full; a full send buffer makes the sender wait instead.
-SEND_NBYTES = 1 << 18
+GATHERED = 528  # bulk packets that a port handles at once
+HOLD_S = 0.016  # longest time that packets wait in the kernel, to be handled together
+FEW = 16  # if fewer packets arrive in HOLD_S, each packet is handled immediately
+# Send buffer of a socket; the kernel takes twice as many bytes. It must be smaller than the host's
+# queue for its network device, which silently drops packets when it is full (the queues of the lab
+# have 256 KiB and more); a full send buffer makes the sender wait instead.
+SEND_NBYTES = 1 << 17
 IDLE_S = 0.5  # interval between two heartbeats while no packets arrive
 END_S = 5.0  # timeout for a thread to end
 MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # bits that fit in the bitmap of a heartbeat
@@ -124,18 +123,9 @@ class PacketSender:
         failed: Failed,
         *,
         name: str,
-        delay_s: float = 0.0,
     ) -> None:
-        """
-        Args:
-            delay_s: Seconds added to the retransmission timeout. If several senders send the
-                packets with the same numbers, different delays keep them from resending at the
-                same time.
-        """
-        self.machine = NumberedSender()
+        self.machine = TimedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
-        self._delay_s, self._patience_s = delay_s, LOSS_S
-        self._moved = time.monotonic()  # time of the last progress or retransmission
         # `_changed` guards `machine`
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
@@ -146,9 +136,7 @@ class PacketSender:
 
     def may_send(self, below: int) -> None:
         with self._changed:
-            if self.machine.idle:
-                self._moved = time.monotonic()
-            self.machine.may_send(below)
+            self.machine.numbers.may_send(below)
             self._changed.notify_all()
 
     def heartbeat(self, beat: Heartbeat) -> int:
@@ -156,18 +144,8 @@ class PacketSender:
         acknowledged.
         """
         with self._changed:
-            before = self.machine.beat
-            self.machine.heartbeat(beat)
-            now = self.machine.beat
-            if now.ack > before.ack or now.have != before.have:
-                self._moved, self._patience_s = time.monotonic(), LOSS_S
             self._changed.notify_all()
-            return self.machine.ack
-
-    @property
-    def stuck(self) -> bool:
-        """True if packets have been resent for some seconds without progress."""
-        return self._patience_s >= MOST_LOSS_S and not self.machine.idle
+            return self.machine.heartbeat(beat, time.monotonic())
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -180,7 +158,9 @@ class PacketSender:
     def _work(self) -> None:
         try:
             while (numbers := self._next()) is not None:
-                self._send(numbers)
+                if filled := self._fill(numbers.start, len(numbers), self._staging):
+                    run = self._staging[: filled * PACKET_NBYTES]
+                    self._socket.send(run, PACKET_NBYTES, self.to)
         except BaseException as error:
             if not self._over:
                 self._failed(error)
@@ -189,24 +169,12 @@ class PacketSender:
         """Wait for numbers to send, and return them, or None after `close`."""
         with self._changed:
             while not self._over:
-                if numbers := self.machine.next_numbers(RUN):
+                now_s = time.monotonic()
+                if numbers := self.machine.next_numbers(RUN, now_s):
                     return numbers
-                if self.machine.idle:
-                    self._changed.wait()
-                    continue
-                left_s = self._moved + self._patience_s + self._delay_s - time.monotonic()
-                if left_s > 0:
-                    self._changed.wait(left_s)
-                    continue
-                self.machine.silent()
-                self._moved = time.monotonic()
-                self._patience_s = min(2 * self._patience_s, MOST_LOSS_S)
+                wait_s = self.machine.wait_s(now_s)
+                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
         return None
-
-    def _send(self, numbers: range) -> None:
-        filled = self._fill(numbers.start, len(numbers), self._staging)
-        if filled:
-            self._socket.send(self._staging[: filled * PACKET_NBYTES], PACKET_NBYTES, self.to)
 
 
 class PacketPort:
@@ -264,7 +232,7 @@ class PacketPort:
             time.sleep(pause_s)
         else:
             first, *others = self._sockets
-            first.wait(BUSY_S, *others)
+            first.wait(BEAT_S, *others)
 
     def _drain(self, socket: DatagramSocket) -> bool:
         """Handle packets that have arrived at a socket. Returns whether all of them were read."""
@@ -315,12 +283,12 @@ class BeatClock:
     def received(self, count: int) -> None:
         self._received += count
 
-    def due(self) -> bool:
+    def due(self, now: float) -> bool:
         """Return whether to send a heartbeat now. If so, the heartbeat counts as sent."""
-        since = time.monotonic() - self._last
-        if self._received < self._quarter and since < (BUSY_S if self._received else IDLE_S):
+        since = now - self._last
+        if self._received < self._quarter and since < (BEAT_S if self._received else IDLE_S):
             return False
-        self._received, self._last = 0, time.monotonic()
+        self._received, self._last = 0, now
         return True
 
 

@@ -48,7 +48,6 @@ class FanInHeader(NamedTuple):
     job: int  # job number in the packets
     child: int  # sender number of this worker in packets to its switch
     port: int  # UDP port of this job at the worker's switch, whose host is in the FanIn
-    delay_ms: int  # added to this worker's retransmission timeout
     group: str  # HOST:PORT of the multicast group; empty if there is none and the switches copy
 
 

@@ -98,15 +98,10 @@ def _add(payload: Any, total: Any) -> Any:
 
 
 @kernel
-def _greatest(payload: Any, total: Any) -> Any:
-    for i in range(payload.size):
-        total[i] = max(total[i], payload[i])
-
-
-@kernel
 def _combine(kind: Any, width: Any, payload: Any, total: Any) -> Any:
     if kind == _EXPONENTS:
-        _greatest(payload, total)
+        for i in range(payload.size):
+            total[i] = max(total[i], payload[i])
     elif width == 4:
         _add(payload.view(np.int32), total.view(np.int32))
     elif width == 2:

@@ -10,6 +10,7 @@ training text. All tokens are kept in memory. Nothing is downloaded.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import importlib
@@ -112,22 +113,29 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """
     found: set[str] = set()
     for path in paths:
-        pattern = f"{glob.escape(path)}/**/*" if os.path.isdir(path) else path
-        if os.path.isfile(path):
-            matches = [path]
-        else:
-            # the index of the first wildcard
-            below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)
-            matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
-            matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep))]
-            matches = [m for m in matches if _is_text(m)]
+        matches = {m for m in _matches(path) if os.path.isfile(m) and (m == path or _is_text(m))}
         if not matches:
             raise ConfigError(
                 f"data.paths: {path!r} has no text file",
                 hint="name a file, a folder or a glob such as 'src/**/*.py'",
             )
-        found.update(matches)
+        found |= matches
     return [Path(p) for p in sorted(found)]
+
+
+def _matches(path: str) -> Iterator[str]:
+    """Yield a file, what lies below a folder, or what a glob matches. A glob would look into all
+    folders of packages and caches; a folder's files, and FOLDER/**/NAMES, are found without."""
+    folder, _, names = (f"{path}/**/*" if os.path.isdir(path) else path).partition("/**/")
+    if names and os.path.isdir(folder) and "/" not in names:
+        for parent, folders, files in os.walk(folder, followlinks=True):
+            folders[:] = [f for f in folders if f[0] != "." and f not in _NOT_TEXT]
+            shown = (f for f in files if f[0] != "." or names[0] == ".")
+            yield from (os.path.join(parent, f) for f in fnmatch.filter(shown, names))
+        return
+    wildcard = min((path.index(c) for c in "*?[" if c in path), default=len(path))
+    matches = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    yield from (m for m in matches if not _NOT_TEXT & set(m[wildcard:].split(os.sep)))
 
 
 def need(package: str, extra: str) -> ModuleType:

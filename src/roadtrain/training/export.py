@@ -26,10 +26,10 @@ from roadtrain.storage.direct import check_directory, make_directory
 from roadtrain.storage.generation import open_store
 from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming import plain
-from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
+from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_config
 from roadtrain.training.data import need
-from roadtrain.training.export_stages import export_of
+from roadtrain.training.export_stages import buffer_items, export_of
 from roadtrain.training.placed_job import place_job
 from roadtrain.training.run_files import mark_of, write_job
 from roadtrain.training.write_safetensors import Item, export_dir
@@ -139,11 +139,7 @@ def _items(
             continue
         what, dtype = (MASTER, "fp32") if masters and param.trainable else (WEIGHTS, param.dtype)
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
-    for name, buffer in buffers.items():
-        if buffer.dtype in NAMES:
-            shape = tuple(buffer.shape)
-            items.append((name, NAMES[buffer.dtype], shape, partial(as_numpy, buffer)))
-    return items
+    return [*items, *buffer_items(buffers)]
 
 
 def _write_config(job: Job, directory: Path, dtype: str) -> None:

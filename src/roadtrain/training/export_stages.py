@@ -6,6 +6,7 @@ system. Does not build the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,16 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
     for entry in snapshot.params:
         dtype = "fp32" if masters and entry.rule else entry.dtype
         items.append((entry.name, dtype, entry.shape, partial(value_of, reader, entry, dtype)))
-    for name, buffer in buffers_in(reader.blobs()).items():
-        if buffer.dtype in NAMES:
-            shape = tuple(buffer.shape)
-            items.append((name, NAMES[buffer.dtype], shape, partial(as_numpy, buffer)))
-    return snapshot.step, items
+    return snapshot.step, [*items, *buffer_items(buffers_in(reader.blobs()))]
+
+
+def buffer_items(buffers: Mapping[str, torch.Tensor]) -> list[Item]:
+    """Return the items of a model's buffers whose dtype can be exported."""
+    return [
+        (name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer))
+        for name, buffer in buffers.items()
+        if buffer.dtype in NAMES
+    ]
 
 
 def newest(folder: Path) -> tuple[PartReader, Description]:

@@ -61,9 +61,8 @@ class _Pipe:
                 return 0
             n = min(len(self._views[0]), len(into))
             copy(into[:n], self._views[0][:n])
-            self._views[0] = self._views[0][n:]
-            if not self._views[0]:
-                del self._views[0]
+            self._views = [view for view in (self._views[0][n:], *self._views[1:]) if view]
+            if not self._views:  # otherwise the sender would wake up too early
                 self._changed.notify_all()
         return n
 

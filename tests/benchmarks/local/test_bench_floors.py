@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
-from benchmarks import delayed, scaling, workers
+from benchmarks.placement import delayed
+from benchmarks.servers import scaling, workers
 from roadtrain.servers.protocol.prefetch import Prefetcher
 
 

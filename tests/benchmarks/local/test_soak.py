@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from benchmarks import soak, soak_alone
-from benchmarks.soak_fault import ALONE
-from benchmarks.soak_scene import Hung, Scene, WorkerLog, Wrong
+from benchmarks.soak import alone as soak_alone
+from benchmarks.soak import soak
+from benchmarks.soak.fault import ALONE
+from benchmarks.soak.scene import Hung, Scene, WorkerLog, Wrong
 
 WAITS = {  # for one or several deadlines of the job to pass: seconds each
     "another dtype",

@@ -1,4 +1,4 @@
-"""benchmarks/crosscluster_simulated.py: a row of the benchmark becomes the plan and the cluster that
+"""benchmarks/crosscluster/simulated.py: a row of the benchmark becomes the plan and the cluster that
 it ran on. Nothing is run here."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.crosscluster_costs import HostCosts
-from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, ETHERNET, Environment, Measured
-from benchmarks.crosscluster_losses import WITHIN, worst_difference
-from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
-from benchmarks.crosscluster_simulated import plan_of, predicted, shape_of
+from benchmarks.crosscluster.costs import HostCosts
+from benchmarks.crosscluster.lab import CPUS, ENVIRONMENTS, ETHERNET, Environment, Measured
+from benchmarks.crosscluster.losses import WITHIN, worst_difference
+from benchmarks.crosscluster.model import Batch, ModelSize, RunSpec
+from benchmarks.crosscluster.simulated import plan_of, predicted, shape_of
 from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED
 

@@ -1,4 +1,4 @@
-"""benchmarks/measured.py: rows become plans; the constants in the package keep their accuracy on
+"""benchmarks/planner/measured.py: rows become plans; the constants in the package keep their accuracy on
 public runs."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from json import loads
 
 import pytest
 
-from benchmarks.measured import (
+from benchmarks.planner.measured import (
     FAMILIES,
     closed_form,
     compare_rows,
@@ -19,7 +19,7 @@ from benchmarks.measured import (
     predicted,
     runs,
 )
-from benchmarks.measured_rows import all_runs, named, runs_of
+from benchmarks.planner.measured_rows import all_runs, named, runs_of
 from roadtrain.simulator.compute import constants
 
 
@@ -87,7 +87,7 @@ def test_runs_that_nothing_was_fitted_to(family: str, most: float) -> None:
 def test_rows_of_somebody_else() -> None:
     """Models that no row here has are told by their names; what cannot be told is left out with
     a reason."""
-    rows = loads(files("benchmarks").joinpath("measured.json").read_text())
+    rows = loads(files("benchmarks.planner").joinpath("measured.json").read_text())
     row = next(row for row in rows if row["group"] == "simumax-b200")
     found, refused = runs_of(
         [
@@ -159,7 +159,7 @@ def test_errors() -> None:
 def test_what_is_not_offloaded_has_no_plan_that_offloads(
     more: dict[str, object], name: str
 ) -> None:
-    rows = loads(files("benchmarks").joinpath("measured.json").read_text())
+    rows = loads(files("benchmarks.planner").joinpath("measured.json").read_text())
     row = next(row for row in rows if row["group"] == "deepspeed-offload")
     (one,), refused = runs_of([{**row, "parallelism": {"zero": 2, **more}}])
     assert one.plan.placement.name == name and not refused
@@ -168,7 +168,7 @@ def test_what_is_not_offloaded_has_no_plan_that_offloads(
 def test_offload_that_no_plan_has_is_left_out() -> None:
     """Neither said nor elsewhere than on the processors, nor where a family is not known to
     offload."""
-    rows = loads(files("benchmarks").joinpath("measured.json").read_text())
+    rows = loads(files("benchmarks.planner").joinpath("measured.json").read_text())
     deepspeed, foundry, vtrain = (
         next(row for row in rows if row["group"] == group)
         for group in ("deepspeed-offload", "llm-foundry-fsdp", "vtrain-multi")

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks.soak_power import SECTOR, Power, Strike, begin, cut
+from benchmarks.soak.power import SECTOR, Power, Strike, begin, cut
 
 
 class Given:

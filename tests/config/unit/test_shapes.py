@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.paper_clusters import gpt
+from benchmarks.planner.paper_clusters import gpt
 from roadtrain.config.models import NAMES, chosen_length, from_config, named_shape, shape
 from roadtrain.errors import ConfigError
 

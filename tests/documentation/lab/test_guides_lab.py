@@ -9,7 +9,7 @@ WHY = network_available() or cpus_available()
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
-@pytest.mark.skipif(WHY is not None, reason=f"no lab: {WHY}")
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) in LAB], ids=name_of)
 def test_the_example_runs_and_prints_what_it_says(page, tmp_path):
     run_example(page, tmp_path, timeout_s=400)

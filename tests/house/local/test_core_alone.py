@@ -70,7 +70,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(SRC / f"{name}.py", target)
     for room in ROOMS:
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("*.pyc")  # numba's cache is copied
         shutil.copytree(SRC / room, root / "src" / "roadtrain" / room, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", root)
     shutil.copytree(ROOT / "tests" / "support", root / "tests" / "support")
@@ -84,7 +84,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
     # one thread: two tests at a time are slowed down tenfold by threads that wait for each other
-    environ = {**os.environ, "PYTHONPATH": str(core / "src"), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": f"{core / 'src'}:{core}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command],
         cwd=core,
@@ -95,23 +95,52 @@ def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("store", ['"./state"', "roadtrain.Memory()"], ids=["files", "memory"])
-def test_the_readme_example_trains(core: Path, store: str) -> None:
+def test_the_readme_example_trains_on_files_and_in_memory(core: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code, count = re.subn(r'store="[^"]*"', f"store={store}", code)
+    in_memory, count = re.subn(r'store="[^"]*"', "store=roadtrain.Memory()", code)
     assert count == 1
-    code += f"\nassert roadtrain.__file__.startswith({str(core)!r})\n"
+    code += f"{in_memory}\nassert roadtrain.__file__.startswith({str(core)!r})\n"
     done = run(core, "-c", code)
     assert done.returncode == 0, done.stderr
-    placed, *losses = done.stdout.splitlines()
-    assert placed.startswith("placed") and len(losses) == 20
-    assert float(losses[-1].split()[1]) < float(losses[0].split()[1])
+    lines = done.stdout.splitlines()
+    assert len(lines) == 42
+    for placed, *losses in (lines[:21], lines[21:]):
+        assert placed.startswith("placed")
+        assert float(losses[-1].split()[1]) < float(losses[0].split()[1])
+
+
+FEW = """
+from hypothesis import settings
+
+settings.register_profile("few", max_examples=2, deadline=None)
+
+
+def pytest_collection(session):
+    settings.load_profile("few")  # after the tests' conftest has loaded its own
+
+
+def pytest_collection_modifyitems(items):
+    items[:] = {(item.path, item.originalname): item for item in items}.values()
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_tests_of_the_core_pass(core: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", ["one case of each", pytest.param("all", marks=pytest.mark.exhaustive)]
+)
+def test_the_tests_of_the_core_pass(core: Path, cases: str) -> None:
+    """One case of each test reaches the same imports as all; the whole tree's tests run all."""
+    (core / "few.py").write_text("" if cases == "all" else FEW)
     assert len([*core.glob("tests/*/unit/test_*.py")]) >= 30  # else the selection is wrong
-    words = ["-q", "--hypothesis-profile=ci", "-m", "not slow and not exhaustive", "tests"]
+    words = [
+        "-q",
+        "--hypothesis-profile=ci",
+        "-p",
+        "few",
+        "-m",
+        "not slow and not exhaustive",
+        "tests",
+    ]
     done = run(core, "-m", "pytest", *words)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr

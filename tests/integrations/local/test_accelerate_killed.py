@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import warm_python
 
 pytest.importorskip("accelerate")
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -21,7 +22,7 @@ def script(store, kill=0):
     words = [SUPPORT / "accelerate_run.py", store, STEPS, kill]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
+        [warm_python(), *map(str, words)], capture_output=True, text=True, env=env, timeout=170
     )
     return [line for line in done.stdout.splitlines() if line[0].isdigit()], done
 
@@ -37,4 +38,5 @@ def test_the_same_command_goes_on(tmp_path):
         later, done = script(tmp_path / str(kill))
         assert done.returncode == 0, done.stderr
         assert first == whole[: kill - 1] and later == whole[-len(later) :]
-        assert int(later[0].split()[0]) in (kill, kill + 1)
+        # at most two steps are uncommitted (docs/one-step.md)
+        assert int(later[0].split()[0]) in (kill - 1, kill, kill + 1)

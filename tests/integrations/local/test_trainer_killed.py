@@ -7,10 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import warm_python
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -23,7 +24,7 @@ def script(home, **options):
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
+        [warm_python(), *map(str, words)], capture_output=True, text=True, env=env, timeout=170
     )
     lines = [line for line in done.stdout.splitlines() if line.split()[0] in ("step", "mean")]
     return lines, done
@@ -98,7 +99,7 @@ def test_a_store_that_no_trainer_has_trained_is_refused(tmp_path):
         )
     )
     words = [tmp_path / "plain.py", tmp_path / "store", tmp_path / "out", "{}"]
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
+    done = subprocess.run([warm_python(), *map(str, words)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines, done = script(tmp_path)
     assert done.returncode and not lines

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import devices
+from benchmarks.storage import devices
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import PREFIX, lab_available
 
 pytestmark = pytest.mark.lab
 
 
-@pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
+@pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 @pytest.mark.exhaustive
 def test_ours_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
     before = (

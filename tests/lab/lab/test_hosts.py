@@ -26,10 +26,8 @@ from roadtrain.lab import (
 )
 from roadtrain.lab.control_groups import hierarchy
 
-needs_network = pytest.mark.skipif(
-    network_available() is not None, reason=f"no network: {network_available()}"
-)
-needs_cpus = pytest.mark.skipif(cpus_available() is not None, reason=f"{cpus_available()}")
+needs_network = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
+needs_cpus = pytest.mark.skipif(cpus_available() is not None, reason=str(cpus_available()))
 pytestmark = pytest.mark.lab
 
 SRC = Path(__file__).parents[3] / "src"

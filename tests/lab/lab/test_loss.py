@@ -14,7 +14,7 @@ from roadtrain.lab import LabHost, LabNic, Network, loss_available
 from roadtrain.lab.lab_command import load_lab
 
 WHY = loss_available()
-needs_loss = pytest.mark.skipif(WHY is not None, reason=f"no loss: {WHY}")
+needs_loss = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 pytestmark = pytest.mark.lab
 
 FAST = 50e6

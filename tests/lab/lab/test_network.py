@@ -22,9 +22,7 @@ from roadtrain.lab import PREFIX, LabHost, LabNic, Network, lab_available, netwo
 from roadtrain.lab.lab_command import load_lab
 from roadtrain.lab.network import undo_network
 
-needs_network = pytest.mark.skipif(
-    network_available() is not None, reason=f"no network: {network_available()}"
-)
+needs_network = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
 pytestmark = pytest.mark.lab
 
 SRC = Path(__file__).parents[3] / "src"

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.devices import TokenLink
+from benchmarks.storage.devices import TokenLink
 from roadtrain.errors import ConfigError
 from roadtrain.lab import PREFIX, LoopDevice, Throttle, lab_available, sweep
 
-needs_lab = pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
+needs_lab = pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 pytestmark = pytest.mark.lab
 
 BLOCK = 4 << 20

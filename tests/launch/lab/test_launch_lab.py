@@ -23,9 +23,7 @@ from roadtrain.launch.protocol.run_events import HostJoined, HostLost, Output, P
 
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.skipif(
-        network_available() is not None, reason=f"no network: {network_available()}"
-    ),
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 SIZE, FAST, SLOW = 4 << 20, 40e6, 5e6  # bytes, bytes a second
 # The fastest of three: a busy machine makes one slow, and none fast.
@@ -152,7 +150,7 @@ def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
         engine.close()
 
 
-@pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
+@pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 def test_directories_are_each_hosts_own_and_stay(tmp_path, nothing_left):
     mounted = tmp_path / "mnt" / "ssd0"
     ssd = {"read": "20MB/s", "write": "10MB/s", "directories": [str(mounted)], "capacity": "64MB"}
@@ -279,7 +277,7 @@ def supervisors(home, module="supervise"):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
+@pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
     """Rule 3: the standby goes on, losses as without the kill."""
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))

@@ -25,10 +25,8 @@ pytestmark = [
     pytest.mark.lab,
     pytest.mark.exhaustive,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
-    pytest.mark.skipif(
-        network_available() is not None, reason=f"no network: {network_available()}"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: pip install ray"),
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 PORT = 6379
 SMALL = str(80 << 20)  # bytes of the object store

@@ -14,20 +14,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.local_slurm import MISSING, LocalSlurm, free_ports, wait_for
+from benchmarks.launch.local_slurm import NEEDED, LocalSlurm, free_ports, wait_for
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.launch.resolve import resolve
 from roadtrain.launch.write_slurm import write_slurm
 from roadtrain.stages.parallelism import Parallelism
+from tests.support.needs import needs
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.alone,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)}: not installed"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root"),
+    needs(*NEEDED, apt="slurm-wlm munge"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="not root"),
     pytest.mark.timeout(600),
 ]
 NODES = ("gpu0", "gpu1", "spare0")

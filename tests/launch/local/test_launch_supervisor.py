@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -28,6 +27,7 @@ from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.launch.protocol import run_state
 from roadtrain.launch.protocol.run_events import (
     HostJoined,
     HostLost,
@@ -41,6 +41,7 @@ from roadtrain.launch.supervisor import Supervisor
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.train import train
 from tests.support.processes import free_port
+from tests.support.warm_python import warm_python
 
 PATIENCE_S = 60.0
 RUN_S = 200.0  # a whole run on a busy machine
@@ -239,8 +240,11 @@ def test_a_start_that_the_engine_refuses_is_tried_again(tmp_path: Path) -> None:
     assert "host s0 cannot be reached" in run.log()
 
 
-def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(tmp_path: Path) -> None:
+def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a supervisor finds it that was started again."""
+    monkeypatch.setattr(run_state, "BACK_S", 0.5)
     run = Supervised(tmp_path, "exit 0")
     run.engine.happened.append(HostLost("gpu0", "it is gone"))
     with run:
@@ -362,7 +366,7 @@ class Launched:
         self.job.write_text(make_job(job_tree(directory, steps)).to_toml())
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "roadtrain.cli", *words]
+        return [warm_python(), "-m", "roadtrain.cli", *words]
 
     def launch(self, *words: str) -> subprocess.Popen[bytes]:
         """In the foreground; what it prints goes to a file."""
@@ -463,7 +467,7 @@ def small_disk(directory: Path, nbytes: int) -> Iterator[None]:
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", str(directory)]
     if os.getuid() or subprocess.run(mount, check=False).returncode:
-        pytest.skip("no root: no small disk")
+        pytest.skip("no tmpfs can be mounted here")
     try:
         yield
     finally:

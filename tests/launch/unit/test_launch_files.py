@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -33,6 +32,7 @@ from roadtrain.launch.torchrun import (
 from roadtrain.launch.write_kubernetes import as_yaml, kubernetes_objects, name_of, write_kubernetes
 from roadtrain.launch.write_slurm import slurm_script, write_slurm
 from roadtrain.stages.parallelism import Parallelism
+from tests.support.needs import needs
 
 TOKEN = "a token that nobody should read"
 JOB = {
@@ -180,8 +180,15 @@ def test_kubernetes_names_hosts_paths_and_ports_of_the_two_files_alone(run: Reso
 def test_the_script_is_bash(run: ResolvedRun, tmp_path: Path, device: str) -> None:
     write_slurm(replace(run, job=run.job.changed({"run.device": device})), tmp_path)
     subprocess.run(["bash", "-n", tmp_path / "run.sbatch"], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", tmp_path / "run.sbatch"], check=True)
+
+
+@needs("shellcheck", apt="shellcheck")
+@pytest.mark.parametrize("device", ["", "cpu"])
+def test_the_script_has_no_warning_of_shellcheck(
+    run: ResolvedRun, tmp_path: Path, device: str
+) -> None:
+    write_slurm(replace(run, job=run.job.changed({"run.device": device})), tmp_path)
+    subprocess.run(["shellcheck", tmp_path / "run.sbatch"], check=True)
 
 
 def known_to(script: str, then: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import depth
+from benchmarks.placement import depth
 
 
 @pytest.mark.exhaustive

@@ -207,13 +207,13 @@ def test_a_vanished_directory_under_a_running_step(tmp_path):
 def small_disk(tmp_path):
     """A file system of its own, with room that a test can take away."""
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        pytest.skip("not root")
     where = tmp_path / "disk"
     where.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=12m", "none", where], capture_output=True
     ).returncode:
-        pytest.skip("mounting is not allowed here")
+        pytest.skip("no tmpfs can be mounted here")
     yield where
     subprocess.run(["umount", "-l", where], check=True)
 

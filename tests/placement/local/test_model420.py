@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 import torch
 
 import roadtrain
-from benchmarks import model420
+from benchmarks.common import model420
 
 SMALL: dict[str, Any] = {"layers": 3, "width": 128, "inner": 192}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import roadtrain
 from roadtrain.errors import ConfigError, LoopError
 from tests.support.models import Case, build, new_scaler, one_step
 from tests.support.tracked_run import SCHEDULERS
+from tests.support.warm_python import warm_python
 
 also = partial(pytest.param, marks=pytest.mark.exhaustive)
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -30,7 +30,7 @@ def script(store, steps=STEPS, **options):
     """The lines of steps, the other lines, and how the process ended."""
     words = [SUPPORT / "tracked_run.py", store, steps, json.dumps(BASE | options)]
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300
+        [warm_python(), *map(str, words)], capture_output=True, text=True, timeout=300
     )
     lines = done.stdout.splitlines()
     steps = [line for line in lines if line.split()[0].isdigit()]

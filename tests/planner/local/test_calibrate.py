@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.buffers import buffer_bytes
+from benchmarks.common.buffers import buffer_bytes
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.job import load_job

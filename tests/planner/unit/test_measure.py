@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.paper_clusters import gpt
+from benchmarks.planner.paper_clusters import gpt
 from roadtrain import cli
 from roadtrain.errors import ModelError
 from roadtrain.planner.measure import shape_of

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper_clusters import gpt
+from benchmarks.planner.paper_clusters import gpt
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import make_job

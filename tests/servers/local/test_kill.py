@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.soak_power import Power, Strike
+from benchmarks.soak.power import Power, Strike
 from tests.support.models import Case, one_step, place
 from tests.support.processes import FORK
 
@@ -96,10 +96,11 @@ def killed_at_a_moment(rng, early, args):
         ("late", Case(eager=True, staleness=1), 2),
     ],
 )
-def test_ten_kills_change_no_loss(name, case, dirs, killed, tmp_path):
+@pytest.mark.parametrize("kills", [5, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_kills_change_no_loss(name, case, dirs, killed, kills, tmp_path):
     rng, log = random.Random(name), tmp_path / "killed.log"
     store = [tmp_path / f"store{i}" for i in range(dirs)]
-    for number in range(10):  # one in five while it starts
+    for number in range(kills):  # one in five while it starts
         killed(rng, number % 5 == 4, (case, store, log, STEPS * 10))
     last = max(read(log)) + 5
     trained(case, store, log, last)

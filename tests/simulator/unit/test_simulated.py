@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper_clusters import gpt
+from benchmarks.planner.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster, Device, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, shape
 from roadtrain.config.plan_file import (

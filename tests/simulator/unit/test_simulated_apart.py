@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.link_bytes import BoundaryBytes, StageBytes, link_bytes
-from benchmarks.paper_clusters import gpt
+from benchmarks.crosscluster.link_bytes import BoundaryBytes, StageBytes, link_bytes
+from benchmarks.planner.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer
 from roadtrain.config.plan_file import PLACEMENTS, Plan, PlanFile, PlanMemory, make_plan, placement
@@ -302,7 +302,7 @@ def test_an_optimizer_that_overlaps_hides_its_traffic() -> None:
 def test_the_bytes_of_cards_are_those_of_the_arithmetic(
     name: str, widths: tuple[int, ...], devices: int, tp: int
 ) -> None:
-    """What the real run holds its counters against (benchmarks/link_bytes.py) is what the simulated
+    """What the real run holds its counters against (benchmarks/crosscluster/link_bytes.py) is what the simulated
     cards carry, also of hosts of several devices. # Rule 7"""
     pp = len(widths)
     plan = Plan(

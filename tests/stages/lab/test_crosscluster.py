@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crosscluster_lab import ENVIRONMENTS, FAST, HYBRID, SLOW, Environment
-from benchmarks.crosscluster_losses import WITHIN, worst_difference
-from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
-from benchmarks.crosscluster_runs import Bench, Setting
-from benchmarks.crosscluster_traffic import sent_by_nics, stage_parameters
-from benchmarks.crosscluster_worker import train
+from benchmarks.crosscluster.lab import ENVIRONMENTS, FAST, HYBRID, SLOW, Environment
+from benchmarks.crosscluster.losses import WITHIN, worst_difference
+from benchmarks.crosscluster.model import Batch, ModelSize, RunSpec
+from benchmarks.crosscluster.runs import Bench, Setting
+from benchmarks.crosscluster.traffic import sent_by_nics, stage_parameters
+from benchmarks.crosscluster.worker import train
 from roadtrain.lab import cpus_available, network_available
 
 SIZE = ModelSize(layers=4, hidden=128, inner=256)
@@ -45,7 +45,7 @@ def test_the_plan_in_closed_form(environment: Environment) -> None:
     assert sent_by_nics(spec(), environment, STAGES) == pytest.approx(want)
 
 
-@pytest.mark.skipif(WHY is not None, reason=f"no lab: {WHY}")
+@pytest.mark.skipif(WHY is not None, reason=str(WHY))
 def test_bytes_are_the_plans_and_losses_are_one_processs(tmp_path: Path) -> None:
     run = Bench(Setting(SIZE, BATCH, 2, tmp_path)).ours(HYBRID.name)
     hosts = list(run.measured.traffic)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crosscluster_broken import HOSTS, JOB, MBIT
+from benchmarks.crosscluster.broken import HOSTS, JOB, MBIT
 from roadtrain.lab import LabNic, Network, network_available
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import crosscluster_broken as broken
+from benchmarks.crosscluster import broken
 from roadtrain.lab import network_available
 from roadtrain.stages.rank_meeting import MEET_S
 

@@ -1,4 +1,4 @@
-"""benchmarks/link_bytes.py: bytes of each link in a step, against closed forms."""
+"""benchmarks/crosscluster/link_bytes.py: bytes of each link in a step, against closed forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.link_bytes import (
+from benchmarks.crosscluster.link_bytes import (
     BoundaryBytes,
     Links,
     SharedBytes,

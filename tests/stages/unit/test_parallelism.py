@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.stages.parallelism import Parallelism, balanced, even
+from roadtrain.stages.parallelism import Parallelism, RankPosition, balanced, even
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
@@ -25,6 +26,22 @@ from roadtrain.stages.protocol.pipeline import (
     RunBlocks,
     StageStateMachine,
 )
+
+
+def pipeline_groups(parallelism: Parallelism) -> list[list[int]]:
+    """The ranks on each path that micro-batches take through the stages: one path for each
+    replica, context-parallel and tensor-parallel rank."""
+    cp, tp, replicas_of = parallelism.cp, parallelism.tp, parallelism.replicas_of
+    paths = itertools.product(
+        range(math.lcm(*(n // cp for n in replicas_of))), range(cp), range(tp)
+    )
+    return [
+        [
+            parallelism.rank(RankPosition(stage, way * cp % replicas + context, tensor))
+            for stage, replicas in enumerate(replicas_of)
+        ]
+        for way, context, tensor in paths
+    ]
 
 
 def test_the_papers_groups() -> None:
@@ -35,7 +52,7 @@ def test_the_papers_groups() -> None:
         return [{rank + 1 for rank in group} for group in groups]
 
     assert printed(parallelism.tensor_groups()) == [{i, i + 1} for i in range(1, 16, 2)]
-    assert printed(parallelism.pipeline_groups()) == [
+    assert printed(pipeline_groups(parallelism)) == [
         {1, 5, 9, 13},
         {2, 6, 10, 14},
         {3, 7, 11, 15},
@@ -60,7 +77,7 @@ def test_each_family_has_every_device_once(dp: int, tp: int, pp: int, cp: int, e
     parallelism = Parallelism(dp * ep, tp, pp, cp=cp, ep=ep)
     for groups in (
         parallelism.tensor_groups(),
-        parallelism.pipeline_groups(),
+        pipeline_groups(parallelism),
         parallelism.data_groups(),
     ):
         assert sorted(rank for group in groups for rank in group) == list(

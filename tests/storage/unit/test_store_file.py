@@ -583,7 +583,7 @@ def test_a_disk_too_small_is_refused_at_the_start(
 
 
 @pytest.mark.lab
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
 def test_a_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -594,7 +594,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={need + (64 << 10)}", "tmpfs", str(disk)]
     ).returncode:
-        pytest.skip("cannot mount a tmpfs here")
+        pytest.skip("no tmpfs can be mounted here")
     try:
         store = made([disk])
         want = {c: read(store, c, RECORD) for c in RECORDS}

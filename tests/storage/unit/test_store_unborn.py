@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_store_file import META, OWNERS, RECORDS, random_bytes
 
-from benchmarks import soak_power
-from benchmarks.soak_power import Power, Strike, begin, cut
+from benchmarks.soak import power as soak_power
+from benchmarks.soak.power import Power, Strike, begin, cut
 from roadtrain.storage.generation import create_store, open_store
 from roadtrain.storage.tier import RECORD
 

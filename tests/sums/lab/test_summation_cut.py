@@ -72,7 +72,7 @@ def test_a_host_that_vanishes(tmp_path):
             for rank in (0, 1):
                 host = network.hosts[f"w{rank}"]
                 run(
-                    host, "benchmarks.soak_sums", str(tmp_path), str(rank), "2", host.address, token
+                    host, "benchmarks.soak.sums", str(tmp_path), str(rank), "2", host.address, token
                 )
             wait(lambda: all(len(one) > 5 for one in rounds(tmp_path)))
             begin = time.monotonic()

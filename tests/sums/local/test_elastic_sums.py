@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_summation import DTYPES, Hosts, expected, values
 
-from benchmarks.pending_sums import PendingSums
+from benchmarks.sums.pending_sums import PendingSums
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import link_to

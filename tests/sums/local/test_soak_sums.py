@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks import soak, soak_sums
+from benchmarks.soak import soak
+from benchmarks.soak import sums as soak_sums
 from roadtrain.errors import ConfigError, RoadtrainError
 
 

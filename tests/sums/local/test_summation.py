@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import roadtrain
-from benchmarks.pending_sums import PendingSums
+from benchmarks.sums.pending_sums import PendingSums
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
 from roadtrain.servers import frames as m
@@ -158,6 +158,19 @@ def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
     if n == k == 4:
         # all of it left
         assert len(set(found)) == 1 and found[0] == 3 * (4 * 1_000_010 + 2 * 300_000)
+
+
+@pytest.mark.parametrize("elements", [9_000_001, 20_000_000])
+def test_parts_of_a_large_tensor_are_summed_in_order(elements, hosts):  # Rule 1
+    """Parts of the size that the tensor determines: 141 and 305 KiB."""
+
+    def work(rank, sums):
+        out, pending = np.empty(elements, np.float32), PendingSums(sums)
+        pending.sum(1, m.as_bytes(values(rank, 0, 1, elements, "fp32")), out.data.cast("B"), "fp32")
+        pending.wait()
+        return np.array_equal(out, expected(2, 0, 1, elements, "fp32"))
+
+    assert hosts(2).run(work, part_bytes=0) == [True, True]
 
 
 def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):

@@ -98,7 +98,8 @@ def test_a_ring_of_waits_is_found(workers: int) -> None:
                 machine.check()
     assert len(found) == 1 and isinstance(found[0], Mismatch)
     for rank, name in blocked.items():
-        assert f"worker {rank} waits for '{name}' (float32 [3])" in found[0].words
+        lacks = f"which worker {(rank + 1) % workers} has not begun"
+        assert f"worker {rank} waits for '{name}' (float32 [3]), {lacks}" in found[0].words
 
 
 def test_who_is_late_is_no_ring() -> None:

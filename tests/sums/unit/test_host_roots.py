@@ -62,3 +62,8 @@ def test_the_machine_is_read_from_where_linux_puts_its_devices() -> None:
         "/sys/devices/virtual/net/lo",
     ]
     assert choose(gpus, nics) == [0, 1]
+
+
+def test_places_outside_pci_are_ports_of_their_own() -> None:
+    soc = [f"/sys/devices/platform/{name}" for name in ("gpu0", "gpu1", "gpu2")]
+    assert choose(soc, [soc[1]]) == [0, 2]

@@ -180,6 +180,30 @@ def test_who_is_not_reached_by_all_is_not_used() -> None:
     assert ask == AskRounds(3, ())
 
 
+def test_only_parts_of_a_reducer_that_was_removed_are_moved() -> None:
+    spares = ((3, "a", 1.0), (4, "b", 1.0))
+    there = Map([1.0] * 3, spares)
+    begun, later = 5, 6
+    before = there.reducers(1, PARTS, begun)
+    assert {3, 4} < set(before) and not any(there.moved(1, PARTS, begun))
+    there.change(Change(1, (3,), ((5, "c", 9.0),), {1: (begun, begun)}))
+    assert there.moved(1, PARTS, begun) == [reducer == 3 for reducer in before]
+    assert [a for a, b in zip(there.reducers(1, PARTS, begun), before) if b != 3] == [
+        reducer for reducer in before if reducer != 3
+    ]
+    assert not any(there.moved(1, PARTS, later)) and 5 in there.reducers(1, PARTS, later)
+    there.change(Change(2, (4, 5), (), {1: (later, begun)}))
+    assert there.moved(1, PARTS, begun) == [reducer in (3, 4) for reducer in before]
+    assert {*there.reducers(1, PARTS, begun), *there.reducers(1, PARTS, later)} <= {0, 1, 2}
+
+
+def test_separate_workers_sum_only_while_there_is_no_spare_host() -> None:
+    there = Map([1.0, 1.0], ((2, "a", 1.0), (3, "b", 3.0)), separate=True)
+    assert there.shares == {0: 0.0, 1: 0.0, 2: 0.25, 3: 0.75}
+    there.change(Change(1, (2, 3), (), {}))
+    assert there.shares == {0: 0.5, 1: 0.5}
+
+
 class Heard:
     def __init__(self) -> None:
         self.frames: list[tuple[int, bytes]] = []

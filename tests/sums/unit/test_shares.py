@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.sums.protocol.shares import ALIGN, busiest, cut, optimum, order, reducers
+from roadtrain.sums.protocol.shares import ALIGN, _hash, busiest, cut, optimum, order, reducers
 
 ONE = Fraction(1)
 
@@ -119,6 +119,14 @@ def test_over_many_tensors_every_site_gets_its_share() -> None:
             abs(count / (keys * parts) - share) < 0.01
             for count, share in zip(counts, shares.values())
         )
+
+
+def test_the_hash_of_a_key_is_the_published_splitmix64() -> None:
+    """The outputs for seed 1234567, and the first one for seed 0, of Vigna's splitmix64.c."""
+    seeds = [1234567 + i * 0x9E3779B97F4A7C15 for i in range(3)]
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    for seed, output in [*zip(seeds, outputs), (0, 0xE220A8397B1DCDAF)]:
+        assert _hash(seed) == (output >> 11) / 2**53
 
 
 def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apart() -> None:

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fanin_lab import CARRIED, Lab, Measured, Scene
-from benchmarks.fanin_worker import WorkerSpec
-from benchmarks.model420 import adamw, batch
+from benchmarks.common.model420 import adamw, batch
+from benchmarks.fanin.lab import CARRIED, Lab, Measured, Scene
+from benchmarks.fanin.worker import WorkerSpec
 from roadtrain.lab import network_available
 
 WHY = network_available()
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.slow,
-    pytest.mark.skipif(WHY is not None, reason=f"no lab: {WHY}"),
+    pytest.mark.skipif(WHY is not None, reason=str(WHY)),
 ]
 SPEC = WorkerSpec("ours", 4, layers=4, width=256, inner=512, staleness=0)  # S is 11 MB
 # Of S: beside it go exponents, heartbeats and what TCP carries; and on a machine that is busy what is

@@ -24,12 +24,11 @@ from tests.support.fan_in_fakes import (
     sums_are_right,
 )
 from tests.support.host_thread import HostThread
+from tests.support.needs import no_xdp
 
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.skipif(
-        network_available() is not None, reason=f"no network: {network_available()}"
-    ),
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 COUNT, WORKERS = 300, 2
 
@@ -44,7 +43,7 @@ class Scene:
         }
         device = self.threads["switch"].do(XdpDevice.opened, "eth0")
         if isinstance(device, str):
-            pytest.skip(device)
+            no_xdp(device)
         made.callback(device.close)
         here = network.hosts["switch"].address
         self.switch: SwitchHost = made.enter_context(

@@ -1,6 +1,6 @@
 """xdp.py of plugins/switch_offload: the switch's table in the kernel, on hosts of the lab. Packets of real sockets
-are summed, whatever is lost, repeated or joined to trains; a program that is broken, or cannot be
-compiled, is not used; nothing stays attached."""
+are summed, whatever is lost, repeated or joined to trains; a program that is broken, or was built
+from other sources, is not used; nothing stays attached."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from roadtrain_switch_offload import xdp
 from roadtrain_switch_offload.bpf_object import NATIVE, BpfError, BpfObject
 from roadtrain_switch_offload.xdp import XdpDevice
 from roadtrain_switch_offload.xdp_table import MOST_JOBS, XdpTable
+from roadtrain_switch_offload.xdp_trial import failed_trial
 from tests.support.host_thread import HostThread
+from tests.support.needs import needs, no_xdp
 
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.skipif(
-        network_available() is not None, reason=f"no network: {network_available()}"
-    ),
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 
 ROOT = Path(__file__).parents[3]
-PATHS = (ROOT / "src", ROOT / "plugins/switch_offload/src")
+PLUGIN = ROOT / "plugins/switch_offload"
+PATHS = (ROOT / "src", PLUGIN / "src")
+SOURCE, BUILT = xdp.OBJECT.with_suffix(".c"), xdp.OBJECT.with_suffix(".sha256")
+needs_clang = needs("clang", "llvm-strip", "make", apt="clang llvm libbpf-dev make")
 JOB, PORT, PARENT_PORT, CHILD = 77, 9001, 9002, 5
 KEY = PacketKey.derive(b"token", b"nonce")
 CHILDREN = 3
 FORMS = ((Kind.GRADIENT, 4), (Kind.GRADIENT, 2), (Kind.EXPONENTS, 0), (Kind.GRADIENT, 1))
 UDP_SEGMENT = 103
-PASS = '#include <linux/bpf.h>\n__attribute__((section("xdp"))) int pass(void *c) { return 2; }\n'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,9 +55,7 @@ def needs_xdp() -> None:
     with HostThread(None) as nowhere:
         device = nowhere.do(XdpDevice.opened, "lo")
         if isinstance(device, str):
-            if "self-test" in device:
-                pytest.fail(device)
-            pytest.skip(device)
+            no_xdp(device)
         device.close()
 
 
@@ -169,17 +169,14 @@ class Scene:
 
 
 def _pass_on_ports(network: Network) -> contextlib.ExitStack.close:
-    """A program that passes all at the other end of each NIC."""
+    """The program at the other end of each NIC: without jobs it passes all packets."""
     closed = contextlib.ExitStack()
     with HostThread(network.home / "+switch") as ports:
-        source = network.home.with_name(network.home.name + ".c")
-        source.write_text(PASS)
-        program = BpfObject(source)
-        source.unlink()
+        program = BpfObject(xdp.OBJECT)
         closed.callback(program.close)
         for host in network.hosts.values():
             interface = ports.do(socket.if_nametoindex, host.nics[0].far.device)
-            link = ports.do(program.attach, program.program("pass"), interface, NATIVE)
+            link = ports.do(program.attach, program.program("take_packet"), interface, NATIVE)
             closed.callback(os.close, link)
     return closed.close
 
@@ -365,7 +362,7 @@ def test_a_device_has_room_for_so_many_jobs() -> None:  # Rule 4
             return device.table(hello_of(1, 0, 1), port, KEY, ("127.0.0.1", 5))
 
         tables = [nowhere.do(table, 100 + n) for n in range(MOST_JOBS)]
-        with pytest.raises(BudgetError, match=f"at most {MOST_JOBS}"):
+        with pytest.raises(BudgetError, match=f"has {MOST_JOBS} jobs already, the maximum"):
             nowhere.do(table, 99)
         tables.pop().close()
         tables.append(nowhere.do(table, 99))
@@ -394,6 +391,31 @@ def shown(host: LabHost) -> str:
     return host.nics[0].near.do("ip", "link show dev eth0")
 
 
+def built(folder: Path, text: str) -> Path:
+    """The object file of a program with this source, made as `make bpf` makes the shipped one."""
+    source = folder / SOURCE.name
+    source.write_text(text)
+    made = source.with_suffix(".o")
+    subprocess.run(["make", "--silent", f"--directory={PLUGIN}", str(made)], check=True)
+    return made
+
+
+@needs_clang
+def test_the_shipped_program_is_what_its_source_gives(tmp_path: Path) -> None:
+    """Byte for byte with the clang that built it; by the self-test with any other."""
+    rebuilt = built(tmp_path, SOURCE.read_text())
+    program = BpfObject(rebuilt)
+    assert failed_trial(program) is None
+    program.close()
+    here, shipped = (
+        path.read_text().splitlines() for path in (rebuilt.with_suffix(".sha256"), BUILT)
+    )
+    if here[0] == shipped[0]:
+        assert rebuilt.read_bytes() == xdp.OBJECT.read_bytes()
+        assert here == shipped
+
+
+@needs_clang
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -411,11 +433,9 @@ def shown(host: LabHost) -> str:
 def test_the_self_test_refuses_a_broken_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
 ) -> None:
-    text = xdp.SOURCE.read_text()
+    text = SOURCE.read_text()
     assert text.count(right) == 1
-    broken = tmp_path / xdp.SOURCE.name
-    broken.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(xdp, "SOURCE", broken)
+    monkeypatch.setattr(xdp, "OBJECT", built(tmp_path, text.replace(right, wrong)))
     with network() as lab, HostThread(lab.hosts["switch"].net) as switch:
         why = switch.do(XdpDevice.opened, "eth0")
         assert isinstance(why, str) and "the self-test of the program failed" in why
@@ -423,27 +443,45 @@ def test_the_self_test_refuses_a_broken_program(
         assert "xdp" not in shown(lab.hosts["switch"])
 
 
-def test_what_lacks_is_said_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:  # Rule 6
+def test_a_missing_device_is_named_in_one_line() -> None:  # Rule 6
     assert XdpDevice.opened("no-such-device") == (
         "no sums in the kernel on no-such-device: there is no such device; summing in user space"
     )
-    source = tmp_path / "x.bpf.c"
-    source.write_text("this is no C\n")
-    with pytest.raises(BpfError, match=r"clang cannot compile x.bpf.c: .*error:"):
-        BpfObject(source)
-    endless = PASS.replace("{ return 2; }", '{ for (;;) asm volatile(""); return 2; }')
-    source.write_text(endless)
-    with pytest.raises(BpfError, match="the kernel refused to load"):
-        BpfObject(source)
-    assert shutil.which("clang")
-    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of the shipped object, with its source and their sums beside it."""
+    for path in (SOURCE, xdp.OBJECT, BUILT):
+        shutil.copy(path, tmp_path)
+    return tmp_path / xdp.OBJECT.name
+
+
+@pytest.mark.parametrize("changed", [".c", ".o", ".sha256"])
+def test_an_object_of_other_sources_is_refused(
+    monkeypatch: pytest.MonkeyPatch, copied: Path, changed: str
+) -> None:  # Rule 6
+    BpfObject(copied).close()
+    path = copied.with_suffix(changed)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(BpfError, match=r"bpf\.o is not built from this .*\.bpf\.c; run `make bpf`"):
+        BpfObject(copied)
+    monkeypatch.setattr(xdp, "OBJECT", copied)
     with HostThread(None) as nowhere:
-        assert nowhere.do(XdpDevice.opened, "lo") == (
-            "no sums in the kernel on lo: clang is not installed; summing in user space"
-        )
-    monkeypatch.undo()
+        why = nowhere.do(XdpDevice.opened, "lo")
+    assert "run `make bpf`; summing in user space" in why and "\n" not in why
+    path.unlink()
+    with pytest.raises(BpfError, match=f"cannot read {path}"):
+        BpfObject(copied)
+
+
+@needs_clang
+def test_a_program_that_the_kernel_refuses(tmp_path: Path) -> None:
+    endless = (
+        '__attribute__((section("xdp"))) int f(void *c) { for (;;) asm volatile(""); return 2; }'
+    )
+    with pytest.raises(BpfError, match="the kernel refused to load"):
+        BpfObject(built(tmp_path, endless))
 
 
 def test_a_device_that_has_a_program_already() -> None:

@@ -306,7 +306,7 @@ def test_a_job_that_is_flooded_does_not_stop_another(switches, peers, inside):
         sender = peers(Worker(key, 7, 0, 0, (HOST, flooded.port)))
     raw = sender.packets(range(8)).tobytes()
     if inside:  # it has sent them: heartbeats say that they came
-        assert pumped([flooded, *workers], lambda: sender.sender.credit >= 8)
+        assert pumped([flooded, *workers], lambda: sender.sender.beat.credit >= 8)
         sender.sender.may_send(8)
         sender.sender.next_numbers(8)
     junk += [raw[i : i + PACKET_NBYTES] for i in range(0, len(raw), PACKET_NBYTES)]

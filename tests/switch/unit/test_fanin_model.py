@@ -1,13 +1,13 @@
-"""The fan-in's machines, explored: small scenes of benchmarks/fanin_model.py, and that it finds
+"""The fan-in's machines, explored: small scenes of benchmarks/fanin/model.py, and that it finds
 what is wrong."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.fanin_explore import Result
-from benchmarks.fanin_model import REFUTED, check, check_down, literal_trace
-from benchmarks.fanin_upwards import Tree, Variant
+from benchmarks.fanin.explore import Result
+from benchmarks.fanin.model import REFUTED, check, check_down, literal_trace
+from benchmarks.fanin.upwards import Tree, Variant
 
 
 def assert_right(result: Result, states: int, exhaustive: bool = True) -> None:

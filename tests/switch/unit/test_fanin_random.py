@@ -1,4 +1,4 @@
-"""benchmarks/fanin_random.py, small: packets through a switch that loses, repeats and delays them."""
+"""benchmarks/fanin/random.py, small: packets through a switch that loses, repeats and delays them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from benchmarks.fanin_machines import LiteralSwitch
-from benchmarks.fanin_plain import PlainTable
-from benchmarks.fanin_random import Faults, Scene, Table, send_through
+from benchmarks.fanin.machines import LiteralSwitch
+from benchmarks.fanin.plain import PlainTable
+from benchmarks.fanin.random import Faults, Scene, Table, send_through
 from roadtrain.errors import WireError
 from roadtrain.switch.switch_table import SwitchTable
 

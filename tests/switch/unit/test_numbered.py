@@ -16,8 +16,10 @@ from roadtrain.switch.protocol.numbered import (
     Heartbeat,
     NumberedReceiver,
     NumberedSender,
+    NumberRun,
     combined,
     merged,
+    overlapping,
 )
 
 
@@ -33,7 +35,10 @@ def beat_of(numbers: set[int], credit: int) -> Heartbeat:
     return Heartbeat(ack, credit, sum(1 << (n - ack) for n in numbers if n > ack))
 
 
-SETS = st.sets(st.integers(0, 20))
+# a beginning without holes, and later numbers
+SETS = st.builds(
+    lambda begun, later: set(range(begun)) | later, st.integers(0, 20), st.sets(st.integers(0, 20))
+)
 
 
 @given(st.lists(st.tuples(SETS, st.integers(20, 30)), min_size=1, max_size=5))
@@ -41,6 +46,23 @@ def test_merged_is_what_all_have(receivers: list[tuple[set[int], int]]) -> None:
     beat = merged([beat_of(numbers, credit) for numbers, credit in receivers])
     assert numbers_of(beat) == set.intersection(*(numbers for numbers, _ in receivers))
     assert beat == beat_of(numbers_of(beat), min(credit for _, credit in receivers))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=5))
+def test_the_runs_that_overlap_a_range_are_found_with_their_packets(gaps) -> None:
+    runs, at = [], 0
+    for gap, count in gaps:
+        runs.append(NumberRun(at + gap, count))
+        at += gap + count
+    for first in range(at + 2):
+        for stop in range(first, at + 2):
+            found = {
+                run.first + begin + i
+                for run, begin, many in overlapping(runs, first, stop)
+                for i in range(many)
+            }
+            own = {n for run in runs for n in range(run.first, run.first + run.count)}
+            assert found == own & set(range(first, stop))
 
 
 @given(SETS, SETS)
@@ -200,39 +222,29 @@ def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
         assert sender.resends == 0 and sender.sent == count
 
 
-def test_silence_sends_a_few_again_and_twice_as_many_each_time() -> None:
-    """Who waits for a slow receiver fills no link with repetitions; what is lost altogether still
-    goes again, in a few rounds (Rule 5)."""
-    sender, depth = NumberedSender(), 2048
-    sender.heartbeat(Heartbeat(0, depth - 1))
-    sender.may_send(depth)
-    while sender.next_numbers(44):
-        pass
-    again = []
-    for _ in range(10):
-        sender.silent()
-        sender.check()
-        run = [
-            number
-            for numbers in iter(lambda: sender.next_numbers(44), range(0))
-            for number in numbers
-        ]
-        again.append(run)
-    assert [len(run) for run in again] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2048]
-    assert all(run == list(range(len(run))) for run in again)
-    sender.heartbeat(Heartbeat(8, depth + 7))  # all of them had gone again
-    sender.silent()
-    assert len(list(sender.next_numbers(5000))) == depth - 8
+def test_a_probe_resends_the_last_missing_number_and_shows_what_was_lost() -> None:
+    sender = sent_to(NumberedReceiver(16))
+    assert list(sender.probe()) == [], "nothing was sent"
+    sender.next_numbers(10)
+    sender.heartbeat(Heartbeat(2, 17, 0b10000000))  # 9 has arrived
+    assert list(sender.next_numbers(9)) == [2, 3, 4, 5, 6, 7, 8] and sender.in_flight == 7
+    assert list(sender.probe()) == [8]
+    sender.check()
+    assert (sender.sent, sender.resends, sender.in_flight) == (18, 8, 7)
+    assert list(sender.next_numbers(1)) == [10], "a probe does not count as lost"
+    sender.heartbeat(Heartbeat(2, 17, 0b11000000))  # it arrives, the other resends do not
+    sender.check()
+    assert list(sender.next_numbers(9)) == [2, 3, 4, 5, 6, 7]
 
 
-def test_after_something_came_that_went_once_silence_begins_anew() -> None:
-    sender = NumberedSender()
-    sender.heartbeat(Heartbeat(0, 99))
-    sender.may_send(100)
-    sender.next_numbers(100)
-    for _ in range(2):
-        sender.silent()
-        sender.next_numbers(100)
-    sender.heartbeat(Heartbeat(20, 119))  # 16 of these went again, 4 went once
+def test_after_silence_every_missing_number_counts_as_lost() -> None:
+    sender = sent_to(NumberedReceiver(16))
+    sender.next_numbers(10)
+    assert sender.in_flight == 10
+    sender.heartbeat(Heartbeat(4, 19, 0b100))
+    assert list(sender.next_numbers(9)) == [4, 5]
     sender.silent()
-    assert list(sender.next_numbers(100)) == list(range(20, 28))
+    sender.check()
+    assert sender.in_flight == 0 and list(sender.next_numbers(9)) == [4, 5]
+    assert sender.in_flight == 2 and list(sender.next_numbers(9)) == [7, 8, 9]
+    sender.check()

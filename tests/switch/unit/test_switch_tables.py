@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fanin_plain import PlainTable
+from benchmarks.fanin.plain import PlainTable
 from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
 from roadtrain.switch.switch_table import SwitchTable
 

@@ -324,7 +324,7 @@ def other_run(job: Job, host: Any) -> Path:
 FILLS = ("mark.json", "job.toml", "metrics.jsonl")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root")
 def test_a_full_run_directory(path: Path) -> None:
     """A typed error, each line whole or absent, and it goes on once there is room."""
     whole = job_of(path, run__dir=str(path.parent / "whole"))
@@ -334,7 +334,7 @@ def test_a_full_run_directory(path: Path) -> None:
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(job.run_dir)]
     ).returncode:
-        pytest.skip("cannot mount a tmpfs here")
+        pytest.skip("no tmpfs can be mounted here")
     try:
         for room in (0, 1, 5000):  # bytes beyond whole pages do not count on a tmpfs
             filler = job.run_dir / "filler"

@@ -179,9 +179,9 @@ def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def to_json(self) -> str:
             return '{"name": "update"}'
 
-    module = types.ModuleType("benchmarks.update")
+    module = types.ModuleType("benchmarks.kernels.update")
     module.run = lambda quick: Report()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "benchmarks.update", module)
+    monkeypatch.setitem(sys.modules, "benchmarks.kernels.update", module)
     assert cli.main(["bench", "update", "--quick", "--json", str(tmp_path / "r.json")]) == 0
     assert shown and json.loads((tmp_path / "r.json").read_text()) == {"name": "update"}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ import threading
 import numpy as np
 import pytest
 
-from benchmarks.pending_sums import PendingSums
+from benchmarks.sums.pending_sums import PendingSums
 from roadtrain import cli
 from roadtrain.config.job import make_job
 from roadtrain.errors import AuthError, ConfigError, RoadtrainError
@@ -27,12 +26,11 @@ from roadtrain.training.job_options import servers_of
 from roadtrain.transport.address import address_of, tls_of, token_of, write_token
 from roadtrain.transport.tcp import TcpOptions, Tls
 from tests.support.models import Case
+from tests.support.needs import needs
 from tests.support.processes import HostProcess, Workers, losses
 
 SECRET = b"a secret of the job"
-with_openssl = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="no openssl here to make certificates with"
-)
+with_openssl = needs("openssl", apt="openssl")
 
 
 @pytest.fixture(scope="module")

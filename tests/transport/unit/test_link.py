@@ -46,7 +46,7 @@ TOKEN = b"a secret of the job"
 WAIT_S = 10.0
 with_nixl = pytest.mark.skipif(  # on x86-64 it must be there: what cannot be imported fails
     importlib.util.find_spec("nixl_cu12") is None and platform.machine() != "x86_64",
-    reason="NIXL is not installed: pip install roadtrain-rdma",
+    reason="no nixl: pip install ./plugins/rdma",
 )
 RDMA = pytest.param("rdma", marks=with_nixl)
 KINDS = [
@@ -164,7 +164,7 @@ class Ends:
 def tls_options(folder: Path) -> tuple[tcp.Tls, tcp.Tls]:
     """A client's and a server's, with one certificate that signs itself."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl here to make a certificate with")
+        pytest.skip("no openssl: apt install openssl")
     cert, key = folder / "cert.pem", folder / "key.pem"
     if not cert.exists():
         subprocess.run(

@@ -1,9 +1,9 @@
-"""A BPF program, compiled by clang, and loaded and run by libbpf (through ctypes).
+"""A compiled BPF program, loaded and run by libbpf (through ctypes).
 
-The program is compiled on the host that loads it, in a few tenths of a second. So no binary must be
-distributed, and no cache is needed that other users might modify. If clang, libbpf, its headers or
-a permission is missing, BpfError is raised. The program and its maps are held by descriptors of
-this process, so they are removed when the process ends.
+plugins/switch_offload/Makefile compiles the program; the object file is part of the package. If
+libbpf or a permission is missing, or the object file is not the one that was built from the C file
+beside it, BpfError is raised. The program and its maps are held by descriptors of this process, so
+they are removed when the process ends.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from roadtrain.errors import RoadtrainError
 
-COMPILE_S = 60.0
 READ = 256  # most elements of a table that are read at once
 MAP_ARRAY = 2  # BPF_MAP_TYPE_ARRAY
 INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: allows tables of different sizes in a map of maps
@@ -103,6 +100,10 @@ class _LinkOptions(ctypes.Structure):
 
 
 def _libbpf() -> ctypes.CDLL:
+    if sys.byteorder != "little":
+        raise BpfError(
+            "the BPF program needs a little-endian machine, but this machine is big-endian"
+        )
     try:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError:
@@ -114,26 +115,17 @@ def _libbpf() -> ctypes.CDLL:
     return lib
 
 
-def compiled(source: Path, into: Path) -> None:
-    """Compile the C file `source` into the object file `into`. Raises BpfError with the compiler's
-    first error."""
-    if sys.byteorder != "little":
-        raise BpfError(
-            "the BPF program needs a little-endian machine, but this machine is big-endian"
-        )
-    words = ["clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(into)]
-    words.append(
-        f"-I/usr/include/{platform.machine()}-linux-gnu"
-    )  # Debian's location of asm/types.h
+def _check_built(file: Path) -> None:
+    """Raise BpfError unless the object file and its C file are those of the last build, which wrote
+    their SHA-256 into a file beside them."""
+    files = file.with_suffix(".c"), file
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=COMPILE_S)
-    except FileNotFoundError:
-        raise BpfError("clang is not installed") from None
-    except subprocess.TimeoutExpired:
-        raise BpfError(f"clang did not end within {COMPILE_S:.0f} s") from None
-    if done.returncode:
-        complaint = next((line for line in done.stderr.splitlines() if "error:" in line), "")
-        raise BpfError(f"clang cannot compile {source.name}: {complaint.strip()}")
+        here = [f"{sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in files]
+        built = file.with_suffix(".sha256").read_text().splitlines()[1:]  # after the compiler
+    except OSError as error:
+        raise BpfError(f"cannot read {error.filename}: {error.strerror}") from None
+    if here != built:
+        raise BpfError(f"{file.name} is not built from this {files[0].name}; run `make bpf`")
 
 
 def _insist(result: int, doing: str) -> int:
@@ -145,20 +137,18 @@ def _insist(result: int, doing: str) -> int:
 
 
 class BpfObject:
-    """The programs of a C file, loaded into the kernel, and their maps. Raises BpfError if loading
-    fails."""
+    """The programs of an object file, loaded into the kernel, and their maps. Raises BpfError if
+    loading fails."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, file: Path) -> None:
         self._lib = _libbpf()
-        with tempfile.TemporaryDirectory(prefix="roadtrain-bpf-") as home:
-            file = Path(home, "program.o")
-            compiled(source, file)
-            opened = self._lib.bpf_object__open_file(os.fsencode(file), None)
+        _check_built(file)
+        opened = self._lib.bpf_object__open_file(os.fsencode(file), None)
         if not opened:
-            raise BpfError(f"libbpf cannot read the compiled {source.name}")
+            raise BpfError(f"libbpf cannot read {file.name}")
         self._object = ctypes.c_void_p(opened)
         try:
-            _insist(self._lib.bpf_object__load(self._object), f"load {source.name}")
+            _insist(self._lib.bpf_object__load(self._object), f"load {file.name}")
         except BpfError:
             self.close()
             raise

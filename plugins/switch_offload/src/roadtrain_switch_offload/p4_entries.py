@@ -134,9 +134,9 @@ def _job_entry(job: P4Job, place: int, base: int) -> Entry:
 
 
 def _children_entries(job: P4Job, place: int) -> list[Entry]:
-    made = []
+    made: list[Entry] = []
     for number, child in enumerate(job.children):
-        made.append(
+        made += [
             {
                 "table": "Ingress.children",
                 "match": {
@@ -146,9 +146,7 @@ def _children_entries(job: P4Job, place: int) -> list[Entry]:
                 },
                 "action_name": "Ingress.this_child",
                 "action_params": {"who": 1 << number},
-            }
-        )
-        made.append(
+            },
             {
                 "table": "Egress.copies",
                 "match": {"standard.egress_rid": _instance(place, number)},
@@ -159,6 +157,6 @@ def _children_entries(job: P4Job, place: int) -> list[Entry]:
                     "host": child.host,
                     "udp": child.udp,
                 },
-            }
-        )
+            },
+        ]
     return made

@@ -42,7 +42,7 @@ from roadtrain_switch_offload.xdp_table import LIVE, MOST_JOBS, XdpJob, XdpTable
 from roadtrain_switch_offload.xdp_trial import failed_trial
 
 Mode = Literal["auto", "native", "generic"]
-SOURCE = Path(__file__).with_name("xdp_switch.bpf.c")
+OBJECT = Path(__file__).with_name("xdp_switch.bpf.o")
 TRIALS, TRIAL_NBYTES, TRIAL_S = 64, 60, 0.3  # trial frames: number, size, time limit
 EXPERIMENT = bytes.fromhex("88b5")  # EtherType for local experiments (IEEE 802)
 SENT_COLUMN = 9  # column of /proc/net/dev with the number of sent packets
@@ -69,7 +69,7 @@ class XdpDevice:
         program = None
         try:
             interface = socket.if_nametoindex(name)
-            program = BpfObject(SOURCE)
+            program = BpfObject(OBJECT)
             if why := failed_trial(program):
                 raise BpfError(f"the self-test of the program failed: {why}")
             link, actual = _attached(program, name, interface, mode)

@@ -47,10 +47,6 @@ class ServerSpec:
     def commits(self) -> bool:
         return self.number == self.first
 
-    @property
-    def keeps_blobs(self) -> bool:
-        return self.commits or self.everywhere
-
 
 class ServerSteps:
     def __init__(self, spec: ServerSpec) -> None:
@@ -126,7 +122,8 @@ class ServerSteps:
             self.last_written = step
             sums = [(owner, *both) for owner, both in sorted(self.sums.pop(step, {}).items())]
             out.append(m.Send(m.Written(self.spec.number, step, tuple(sums))))
-        if self.spec.keeps_blobs and len(self.blobs.get(step, ())) < self.spec.workers:
+        keeps_blobs = self.spec.commits or self.spec.everywhere
+        if keeps_blobs and len(self.blobs.get(step, ())) < self.spec.workers:
             return out
         self.ended.popleft()
         del self.open_updates[step]

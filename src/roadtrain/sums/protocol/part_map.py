@@ -47,9 +47,8 @@ class Map:
         self.removed: set[int] = set()  # reducers; disjoint from `spares`
         # Begins with the oldest epoch that a round may still use.
         self._epochs = [_Epoch(fixed or self._best())]
-        # (tensor, number of parts) -> last result of `_lookup`: the epoch, the reducer of each
-        # part, and whether this reducer is a replacement.
-        self._cache: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
+        # (tensor, number of parts) -> the epoch and the result of the last call of `assigned`
+        self._cache: dict[tuple[int, int], tuple[int, tuple[list[int], list[bool]]]] = {}
 
     def _best(self) -> dict[int, float]:
         if self.separate and self.spares:
@@ -66,25 +65,22 @@ class Map:
 
     def reducers(self, key: int, parts: int, round: int) -> list[int]:
         """Return the reducer of each part of tensor `key` in a round."""
-        return self._lookup(key, parts, round)[1]
+        return self.assigned(key, parts, round)[0]
 
-    def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Return, for each part of a round, whether the part was moved because its reducer was
-        removed.
+    def assigned(self, key: int, parts: int, round: int) -> tuple[list[int], list[bool]]:
+        """Return, for each part of a round, its reducer, and whether the part was moved because its
+        reducer was removed.
 
         The new reducer may already have the same part of the next round. To tell the two rounds
         apart, frames of moved parts have all bits of the header field `start` inverted.
         """
-        return self._lookup(key, parts, round)[2]
-
-    def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
         base = self._base(key, round)
         found = self._cache.get((key, parts))
         if found is None or found[0] != base:
             there = self._there(key, parts, base)
             moved = [a != b for a, b in zip(there, reducers(key, parts, self._epochs[base].shares))]
-            found = self._cache[key, parts] = base, there, moved
-        return found
+            found = self._cache[key, parts] = base, (there, moved)
+        return found[1]
 
     def _base(self, key: int, round: int) -> int:
         """Return the index of the epoch whose shares apply to a round."""

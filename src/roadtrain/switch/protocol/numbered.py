@@ -35,8 +35,16 @@ class Heartbeat:
         """The number after the greatest number that has arrived."""
         return self.ack + self.have.bit_length()
 
+    @property
+    def count(self) -> int:
+        """How many numbers have arrived."""
+        return self.ack + self.have.bit_count()
 
-PROBE = 8  # packets to resend after the first retransmission timeout; doubles each time
+    def has(self, number: int) -> bool:
+        """Return whether a number has arrived."""
+        return number < self.ack or bool(self.have >> (number - self.ack) & 1)
+
+
 NOTHING = Heartbeat(0, -1)  # before the first heartbeat: nothing may be sent
 
 
@@ -118,17 +126,12 @@ class NumberedSender:
         self.lost = 0
         # Numbers resent since they were found lost. Below `judged`, not arrived, not in `lost`.
         self.resent: dict[int, Resend] = {}
-        self.probe = PROBE  # packets to resend after the next timeout
         self.sent = 0  # packets sent, including resends
         self.resends = 0
 
     @property
     def ack(self) -> int:
         return self.beat.ack
-
-    @property
-    def credit(self) -> int:
-        return self.beat.credit
 
     def may_send(self, below: int) -> None:
         """Allow packets with numbers less than `below` to be sent."""
@@ -140,7 +143,7 @@ class NumberedSender:
             numbers = self._take_lost(most)
             self.resends += len(numbers)
         else:
-            end = min(self.next + most, self.ready, self.credit + 1)
+            end = min(self.next + most, self.ready, self.beat.credit + 1)
             numbers = range(self.next, max(self.next, end))
             self.next = numbers.stop
         self.sent += len(numbers)
@@ -157,26 +160,27 @@ class NumberedSender:
             )
         last, self.beat = self.beat, combined(self.beat, beat)
         if self.beat.ack > last.ack or self.beat.have != last.have:
-            if self._first_sends_arrived(last):
-                self.probe = PROBE
             self.lost >>= self.beat.ack - last.ack
             self.lost &= ~self.beat.have
             self._find_lost()
 
-    def silent(self) -> None:
-        """Handle a timeout without progress: resend the first `probe` missing packets.
-
-        Each call doubles `probe`. It becomes small again when a packet that was sent only once
-        arrives.
+    def probe(self) -> range:
+        """Return the last missing number, to be sent once more. If it arrives, the heartbeat shows
+        which earlier numbers were lost. Until then, it does not count as lost.
         """
-        missing, count = self._missing(self.next), 0
-        while missing and count < self.probe:
-            low = missing & -missing
-            self.lost |= low
-            self.judged = max(self.judged, self.ack + low.bit_length())
-            self.resent.pop(self.ack + low.bit_length() - 1, None)
-            missing, count = missing ^ low, count + 1
-        self.probe *= 2
+        last = self.ack + self._missing(self.next).bit_length()
+        count = int(last > self.ack)
+        self.sent, self.resends = self.sent + count, self.resends + count
+        return range(last - count, last)
+
+    def silent(self) -> None:
+        """Handle a timeout without progress: all missing packets count as lost."""
+        self.lost, self.judged, self.resent = self._missing(self.next), self.next, {}
+
+    @property
+    def in_flight(self) -> int:
+        """How many packets are on their way, unless they were lost or their heartbeat was."""
+        return (self._missing(self.next) & ~self.lost).bit_count()
 
     @property
     def idle(self) -> bool:
@@ -186,18 +190,11 @@ class NumberedSender:
     def check(self) -> None:
         """Assert every invariant."""
         assert self.ack <= self.judged <= self.next <= max(self.ready, self.ack)
-        assert self.next <= self.credit + 1 and self.beat.end <= self.next
+        assert self.next <= self.beat.credit + 1 and self.beat.end <= self.next
         missing = self._missing(self.judged)
         assert self.lost & ~missing == 0
         for number in self.resent:
             assert (missing & ~self.lost) >> (number - self.ack) & 1
-
-    def _first_sends_arrived(self, last: Heartbeat) -> bool:
-        """Return whether a number that was never resent has arrived since the heartbeat `last`."""
-        missing = self._missing(self.next)
-        before = ~last.have & ((1 << (self.next - last.ack)) - 1)
-        again = sum(not self._holds(missing, number) for number in self.resent)
-        return before.bit_count() - missing.bit_count() > again
 
     def _missing(self, below: int) -> int:
         """Return the set of the numbers less than `below` that have not arrived. The int encodes
@@ -221,8 +218,7 @@ class NumberedSender:
             self.lost |= self._missing(end) & ~self._missing(self.judged)
             self.judged = end
         if self.resent:
-            missing = self._missing(self.next)
-            waiting = {n: r for n, r in self.resent.items() if self._holds(missing, n)}
+            waiting = {n: r for n, r in self.resent.items() if not self.beat.has(n)}
             arrived = [r.order for n, r in self.resent.items() if n not in waiting]
             latest = max(arrived, default=-1)
             again = [n for n, r in waiting.items() if r.before < end or r.order < latest]
@@ -230,9 +226,6 @@ class NumberedSender:
                 del waiting[number]
                 self.lost |= 1 << (number - self.ack)
             self.resent = waiting
-
-    def _holds(self, numbers: int, number: int) -> bool:
-        return number >= self.ack and bool(numbers >> (number - self.ack) & 1)
 
 
 class NumberedReceiver:

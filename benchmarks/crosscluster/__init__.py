@@ -1,0 +1,1 @@
+"""Pipelines over two clusters in the lab, beside torch's parallelisms."""

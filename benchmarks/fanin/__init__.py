@@ -1,0 +1,1 @@
+"""Sums inside the network: the lab with switches, and models of the fan-in's machines."""

@@ -1,0 +1,84 @@
+"""Measure fan-in (sums inside the network) with workers, switches and one server in the lab. Fan-in
+is compared with the same server over TCP without switches, and with torch's all-reduce.
+
+    --only ITEM,..
+    model        explore all states of the protocol
+    lab          4 and 8 workers below one switch
+    loss         links that lose packets
+    random       millions of random packets
+    rate         packets a second that a switch adds, and the processor time of a packet
+    beats        heartbeats, and a stopped worker
+    convergence  integers of 32, 16 and 8 bits
+    tree         8 workers in two racks
+    predicted    measured steps of `lab` and `tree`, compared with the simulator's predictions
+
+Links carry 400 Mbit/s in each direction, counted as whole frames, unless the name of a case gives
+another rate. All hosts share this machine's processors. Needs root.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.common.report import Report, Row
+from benchmarks.fanin.transfer import Bench, one_switch, tree
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.lab import network_available
+
+
+def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
+    """Return a function that returns the rows of the named modules of this package, which need no
+    lab.
+    """
+
+    def rows(bench: Bench) -> list[Row]:
+        found = [importlib.import_module(f"benchmarks.fanin.{name}") for name in modules]
+        return [row for module in found for row in module.rows(bench.quick)]
+
+    return rows
+
+
+def _of_lab(name: str) -> Callable[[Bench], Iterable[Row]]:
+    return lambda bench: importlib.import_module(f"benchmarks.fanin.{name}").rows(bench)
+
+
+def _rate(bench: Bench) -> Iterable[Row]:
+    yield from _rows_of("rate", "xdp")(bench)
+    module = importlib.import_module("benchmarks.fanin.processors")
+    yield from module.rows(bench.spec(computes=False))
+
+
+ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
+    "model": _rows_of("model"),
+    "lab": one_switch,
+    "loss": _of_lab("loss"),
+    "random": _rows_of("random"),
+    "rate": _rate,
+    "beats": _of_lab("beats"),
+    "convergence": _rows_of("convergence"),
+    "tree": tree,
+    "predicted": _of_lab("predicted"),
+}
+
+
+def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
+    """Run the named items, or all items if `only` is empty. Raises ConfigError if the lab cannot be
+    emulated.
+    """
+    if (why := network_available()) is not None:
+        raise ConfigError(f"the lab cannot be emulated on this machine: {why}")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
+        bench = Bench(Path(home), quick)
+        for name in only or ITEMS:
+            print(f"fanin: {name}", flush=True)
+            try:
+                rows += ITEMS[name](bench)
+            except RoadtrainError as error:
+                print(f"fanin: {name} ended: {error}", flush=True)
+                message = str(error).partition("\n")[0]
+                rows.append(Row(name, message, "", None, None, None, None, None, "it runs", False))
+    return Report("fanin", rows)

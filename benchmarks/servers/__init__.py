@@ -1,0 +1,1 @@
+"""Parameter servers with several workers beside FSDP2."""

@@ -1,0 +1,1 @@
+"""Stores and devices: updates next to the files that hold the state."""

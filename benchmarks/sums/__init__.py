@@ -1,0 +1,1 @@
+"""The summation service beside gloo."""
