@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from benchmarks.paper_clusters import gpt
+from benchmarks.planner.paper_clusters import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -185,15 +185,15 @@ def test_only_parts_of_a_reducer_that_was_removed_are_moved() -> None:
     there = Map([1.0] * 3, spares)
     begun, later = 5, 6
     before = there.reducers(1, PARTS, begun)
-    assert {3, 4} < set(before) and not any(there.moved(1, PARTS, begun))
+    assert {3, 4} < set(before) and not any(there.assigned(1, PARTS, begun)[1])
     there.change(Change(1, (3,), ((5, "c", 9.0),), {1: (begun, begun)}))
-    assert there.moved(1, PARTS, begun) == [reducer == 3 for reducer in before]
+    assert there.assigned(1, PARTS, begun)[1] == [reducer == 3 for reducer in before]
     assert [a for a, b in zip(there.reducers(1, PARTS, begun), before) if b != 3] == [
         reducer for reducer in before if reducer != 3
     ]
-    assert not any(there.moved(1, PARTS, later)) and 5 in there.reducers(1, PARTS, later)
+    assert not any(there.assigned(1, PARTS, later)[1]) and 5 in there.reducers(1, PARTS, later)
     there.change(Change(2, (4, 5), (), {1: (later, begun)}))
-    assert there.moved(1, PARTS, begun) == [reducer in (3, 4) for reducer in before]
+    assert there.assigned(1, PARTS, begun)[1] == [reducer in (3, 4) for reducer in before]
     assert {*there.reducers(1, PARTS, begun), *there.reducers(1, PARTS, later)} <= {0, 1, 2}
 
 
