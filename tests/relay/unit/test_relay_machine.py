@@ -141,7 +141,7 @@ def test_a_sum_that_is_dropped_is_dropped_there_too():
     ]
 
 
-def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
+def test_a_worker_lost_during_a_step_is_an_error():  # Rule 5
     world = World(2, 1, 0)
     world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
     with pytest.raises(LostError, match="worker 1 of this host was lost: killed"):
