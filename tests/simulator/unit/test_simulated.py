@@ -342,7 +342,7 @@ def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
     )
     assert both.nbytes == pytest.approx(2 * alone.nbytes)
     assert alone.fits and not both.fits
-    assert all(need.fits for need in two.needs if need is not both)
+    assert all(need.fits for need in double.needs if need is not both)
     with pytest.raises(
         BudgetError, match=r"host box.* needs .* GiB, but 13.4 GiB is available"
     ) as caught:
@@ -851,17 +851,17 @@ def test_folded_equals_unfolded(seed: int) -> None:
     folded = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     engine, scene = Engine(), Scene(plan, where, model, WHOLE)
     scene.build(engine)
-    (one,) = scene.stages
+    (stage,) = scene.stages
     reducers = [
         Site(engine, where.hosts[0], where.hosts[0].nics[0], WHOLE, "stage 0") for _ in range(n)
     ]
     scene.stages = [
         SimulatedStage(
             engine,
-            Alone(one.fabric, where, site, n),
-            [one.blocks],
+            Alone(stage.fabric, where, site, n),
+            [stage.blocks],
             0,
-            one.send,
+            stage.send,
         )
         for site in reducers
     ]

@@ -1,5 +1,5 @@
-"""Whatever a reducer, a coordinator or a worker of a summation hears is taken, or ends it with a
-typed error (Rule 8)."""
+"""A reducer, a coordinator or a worker of a summation accepts any frame or ends with a typed error
+(Rule 8)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ texts = st.sampled_from(
 )
 fields = st.lists(small | texts | st.booleans() | st.lists(small, max_size=3), max_size=7)
 headers = (
-    fields.map(lambda one: m.encode(tuple(one)))
+    fields.map(lambda values: m.encode(tuple(values)))
     | st.binary(max_size=20)
-    | st.builds(lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
+    | st.builds(
+        lambda *values: m.encode(values), small, small, small, small, texts, st.integers(-1, 4)
+    )
 )
 sums = [
     sum_frames.PART,
@@ -56,7 +58,7 @@ frames = st.tuples(kinds, headers, st.sampled_from([0, 1, 2, 4, 8, 36]) | st.int
 
 
 class Sums:
-    """A worker's, which reaches no new spare host."""
+    """Sums of a worker that reaches no new spare host."""
 
     def dial(self, added: Spares) -> list[int]:
         return [number for number, _, _ in added]
