@@ -43,7 +43,7 @@ def test_a_job_names_its_switch() -> None:
 def test_a_job_names_a_tree() -> None:
     """switch/options.py accepts the keys: each worker is below a single switch."""
     trees = keys(node(5), 2, 3)["switches"]
-    nodes = [SwitchNode(**{**one, "workers": tuple(one["workers"])}) for one in trees]
+    nodes = [SwitchNode(**{**table, "workers": tuple(table["workers"])}) for table in trees]
     tree = FanIn(tuple(nodes))
     tree.check(5)
     assert tree.root.address == "root:PORT"

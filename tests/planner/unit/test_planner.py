@@ -519,8 +519,8 @@ def test_without_a_batch_accumulation_is_searched() -> None:
         scores[batch] = pick.score
     half, own, most = scores.values()
     assert own <= most * (1 + CLOSE) < half
-    given = search(cluster, model, OF, batch=4, placements=["zero-offload"], explain=False)
-    assert (given.batch, given.chosen) == (4, "")
+    fixed = search(cluster, model, OF, batch=4, placements=["zero-offload"], explain=False)
+    assert (fixed.batch, fixed.chosen) == (4, "")
 
 
 @pytest.mark.parametrize(
