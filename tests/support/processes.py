@@ -74,7 +74,7 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
 
 def break_writes(directory, kind, amount):
     """Make this process's writes to `directory` "slow" by `amount` seconds, or its disk "full" after
-    `amount` bytes."""
+    `amount` writes."""
     write, count = DirectFile.write, iter(range(1 << 30))
 
     def broken(self, *args):
