@@ -1,4 +1,4 @@
-"""Frames, handshakes and codecs are, byte for byte, what they were."""
+"""Frames, handshakes and codecs are unchanged byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of a model in stages are those of the snapshot, whatever stages there were."""
+"""Buffers of a model in stages equal those of the snapshot, whatever its stages were."""
 
 import copy
 
@@ -21,7 +21,7 @@ X = torch.arange(12.0).view(4, 3)
 
 
 class Model(nn.Module):
-    """It counts its forwards; what is before, in and behind the blocks has running means."""
+    """Counts its forwards; modules before, in and after the blocks have running means."""
 
     def __init__(self, width=3):
         super().__init__()
@@ -76,14 +76,14 @@ def same(found, want):
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-def test_a_recorded_forward_counts_for_nothing():  # Rule 6
+def test_the_recorded_forward_changes_no_buffer():  # Rule 6
     model = Model()
     Cuts(model, (X,), {})
     same(persistent(model), persistent(Model()))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1, 1)])
-def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
+def test_each_buffer_is_given_by_the_stage_that_changes_it(sizes):  # Rule 3
     whole, begin, segments = Model(), 0, []
     for size in sizes:
         segments.append(Segment(begin, begin + size))
@@ -95,8 +95,8 @@ def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
     (again,) = staged(Model(), Segment(0, 3))
     restore_buffers(blobs_of(stages), again)
     same(persistent(again.model), persistent(whole))
-    told = [name for stage in stages for name in own_buffers(stage)]
-    assert sorted(told) == sorted(persistent(whole))
+    names = [name for stage in stages for name in own_buffers(stage)]
+    assert sorted(names) == sorted(persistent(whole))
     later = staged(Model(), Segment(0, 2), Segment(2, 3))
     for stage in later:
         restore_buffers(blobs_of(stages), stage)
@@ -107,7 +107,7 @@ def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
 
 
 class Together:
-    """As ControlLinks of one rank a stage."""
+    """Stands for ControlLinks with one rank per stage."""
 
     def __init__(self, stages):
         self.stages = stages

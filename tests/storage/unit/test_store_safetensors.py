@@ -1,4 +1,4 @@
-"""What we write the safetensors library reads, and the other way round."""
+"""The safetensors library reads files that we write, and vice versa."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_round_trip_and_the_library_reads_it(tmp_path: Path, limit: int, files: 
                 )
                 seen.add(name)
     assert seen == tensors.keys()
-    for given in [tmp_path / "out", *([made[0]] if files == 1 else [])]:
-        back = open_dir(given)
+    for source in [tmp_path / "out", *([made[0]] if files == 1 else [])]:
+        back = open_dir(source)
         assert back.keys() == tensors.keys()
         for name, (dtype, array) in tensors.items():
             assert back[name].dtype == dtype and back[name].shape == array.shape
