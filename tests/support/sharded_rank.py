@@ -1,5 +1,5 @@
-"""One rank of test_sharded_overlap.py: trains two copies of a model by turns, with and without
-overlap, and writes down what each step took and sent.
+"""A rank of test_sharded_overlap.py: trains two copies of a model in turn, with and without overlap, and
+records the time and the sent bytes of each step.
 
 python sharded_rank.py STORE RANK WIDTH NIC DEPTH STEPS
 """
@@ -17,7 +17,7 @@ from torch import nn
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 
 WIDTH, TOKENS = 512, 384
-WARM = 2  # steps: the first one shows the order
+WARM = 2  # warm-up steps; the first records the order
 
 
 def built(depth):

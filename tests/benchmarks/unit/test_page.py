@@ -1,4 +1,4 @@
-"""benchmarks/page.py: docs/benchmarks.md is made of result files."""
+"""benchmarks/page.py: docs/benchmarks.md is generated from result files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_newest_file_counts_and_is_named_with_its_machine(results: Path) -> 
     )
 
 
-def test_an_item_is_read_from_its_own_file_unless_the_whole_is_newer(results: Path) -> None:
+def test_an_item_is_read_from_its_own_file_unless_the_complete_file_is_newer(results: Path) -> None:
     write(results, "update-sgd-2026-01-01", [row("SGD", "rate", ours=1.0)])
     assert filled("{update.sgd; SGD; rate; ours g}", results) == "7"
     write(results, "update-sgd-2026-01-03", [row("SGD", "rate", ours=2.0)])
@@ -107,7 +107,7 @@ def test_an_item_is_read_from_its_own_file_unless_the_whole_is_newer(results: Pa
     assert filled("{update; SGD; rate; ours g}", results) == "7"
 
 
-def test_faults_are_counted_by_their_ends(tmp_path: Path) -> None:
+def test_faults_are_counted_by_their_outcome(tmp_path: Path) -> None:
     faults = [
         {"kind": "killed", "how": "went on", "recovery_s": 1.5},
         {"kind": "cut", "how": "went on", "recovery_s": 0.5},
@@ -134,11 +134,11 @@ def test_a_printed_figure_that_is_not_simulated_counts_as_missed(tmp_path: Path)
     assert filled("{reproduce; *; *; passed}", tmp_path) == "1 of 3"
 
 
-def test_the_page_is_what_its_template_gives() -> None:
+def test_the_page_is_up_to_date_with_its_template() -> None:
     assert page.main(["--check"]) == 0, "run `make bench-page`"
 
 
-def test_a_page_that_differs_is_found(
+def test_a_page_that_differs_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = tmp_path / "benchmarks.md"

@@ -1,4 +1,4 @@
-"""What place() refuses before anything is changed, because it would silently be something else
+"""Options that place() refuses before it changes anything, as they would silently mean something else
 (Rule 6)."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A pipeline whose ranks are threads gives the losses and gradients of one process. Messages arrive
-as late as they may: a buffer holds NaN from the moment its receive is posted until it is awaited."""
+"""A pipeline whose ranks are threads gives the losses and gradients of a single process. Messages arrive as
+late as possible: a buffer holds NaN from the moment its receive is posted until it is awaited."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def loss_of(result: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 class LateLinks:
-    """`sent` is common to all ranks: a queue for each pair of sender and receiver. `breaks`: the
-    number of the wait at which the connection is lost; 0: none."""
+    """Links that deliver messages only when awaited. sent: Shared by all ranks, a queue for each pair of
+    sender and receiver. breaks: Number of the wait at which the connection is lost, or 0 for none."""
 
     def __init__(self, sent: dict, breaks: int = 0) -> None:
         self.sent, self.breaks = sent, breaks
@@ -83,7 +83,7 @@ class LateLinks:
 
 
 def ranks_of(widths, layers, micros, breaks=0) -> tuple[nn.Module, list[Pipeline], list]:
-    """The plain model, the pipelines of all ranks, and the copy of the model of each."""
+    """Return the plain model, the pipelines of all ranks, and the model copy of each rank."""
     plain = Chain(sum(layers))
     stages, stops = len(widths), [0, *accumulate(layers)]
     cuts = Cuts(plain, batch(0).args, {})

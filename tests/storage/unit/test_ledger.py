@@ -1,5 +1,5 @@
-"""The two files of a ledger: which record is loaded, what is erased, and that nothing but a whole
-record of this store is ever taken for one (Rule 3)."""
+"""The two files of a ledger: the record that is loaded, the records that are erased, and that only a
+complete record of this store is accepted (Rule 3)."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def opened(home: Path, meta: StoreMeta = META) -> Ledger:
 
 
 @pytest.mark.parametrize("sessions", [False, True])
-def test_the_newest_record_is_loaded_or_that_of_the_step_and_the_other_is_erased(
+def test_the_newest_or_requested_record_is_loaded_and_the_other_erased(
     tmp_path: Path, sessions: bool
 ) -> None:
-    for last in (4, 5):  # in either file
+    for last in (4, 5):  # the newest record is in either file
         home = tmp_path / str(last)
         home.mkdir()
         made = created(home, *range(1, last + 1), sessions=sessions)
@@ -82,12 +82,12 @@ def test_the_newest_record_is_loaded_or_that_of_the_step_and_the_other_is_erased
         ledger.load(last - 1)
         ledger.settle()
         assert steps_in(home) == [last - 1]
-        ledger.append(last + 7, rows_of(last + 7), b"")  # beside it, never over it
+        ledger.append(last + 7, rows_of(last + 7), b"")  # written to the other file, never over it
         assert sorted(steps_in(home)) == [last - 1, last + 7]
         ledger.close()
 
 
-def test_a_session_names_the_step_from_which_it_went_on(tmp_path: Path) -> None:
+def test_a_session_records_the_step_from_which_it_resumed(tmp_path: Path) -> None:
     ledger = created(tmp_path)
     assert ledger.entry.step == -1
     for step, before in ((0, ""), (3, None), (8, None)):
@@ -102,7 +102,7 @@ def test_a_session_names_the_step_from_which_it_went_on(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_no_step_that_was_loaded_is_of_another_time_or_store(tmp_path: Path) -> None:
+def test_records_of_another_time_or_store_are_never_loaded(tmp_path: Path) -> None:
     created(tmp_path, 1, 2).close()
     for step, older in ((3, "this part"), (0, "the first part")):
         ledger = opened(tmp_path)
@@ -128,8 +128,8 @@ def test_no_step_that_was_loaded_is_of_another_time_or_store(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("sessions", [False, True])
-def test_only_a_whole_record_is_one(tmp_path: Path, sessions: bool) -> None:
-    """Torn anywhere, with a bit of any byte flipped, or of another program with a sum that fits."""
+def test_only_a_complete_record_is_accepted(tmp_path: Path, sessions: bool) -> None:
+    """Records torn anywhere, with a flipped bit in any byte, or of another program with a matching checksum."""
     created(tmp_path, 6, sessions=sessions).close()
     file = tmp_path / "ledger.0"
     record = record_in(file)
@@ -175,7 +175,7 @@ def test_a_ledger_has_room_for_a_blob_before_the_disk_is_full(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("at", ["write", "sync"])
-def test_a_record_that_failed_is_erased_and_the_one_before_counts(
+def test_a_failed_record_is_erased_and_the_previous_one_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     ledger = created(tmp_path, 1, 2)

@@ -1,5 +1,5 @@
-"""store.convert: another number of directories, chunk size, dtype of the copy: exact, in bounded
-memory, and a kill in the middle leaves the old store."""
+"""Converting a store to another number of directories, chunk size or dtype of the copy is exact and uses
+bounded memory, and a kill during it leaves the old store."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_kill_while_converting(
         with pytest.raises(Killed):
             convert_store(old, StoreMeta.of(tab, GROUPS), directories, owners(tab, 2))
     old.close()
-    for fd in os.listdir("/proc/self/fd"):  # what the kernel does for a killed process
+    for fd in os.listdir("/proc/self/fd"):  # as the kernel does for a killed process
         if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(
             str(tmp_path)
         ):

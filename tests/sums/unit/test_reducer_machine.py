@@ -1,4 +1,4 @@
-"""The state machine of a reducer: which round a part belongs to, and which rounds are dropped."""
+"""The state machine of a reducer: the round of each part, and dropped rounds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def summed(machine: ReducerStateMachine, round: int) -> None:
         machine.arrived(worker, part(round))
 
 
-def test_a_round_may_be_pushed_again_but_none_before_it() -> None:
+def test_only_the_last_round_may_be_pushed_again() -> None:
     """A worker whose sum was lost with its reducer pushes the last round again."""
     machine = ReducerStateMachine(WORKERS)
     summed(machine, 4)
@@ -79,7 +79,7 @@ def test_a_tensor_keeps_its_size_and_format(changed: dict) -> None:
 
 def test_a_worker_that_gives_up_drops_the_rounds_in_which_it_waits() -> None:
     machine = ReducerStateMachine(WORKERS)
-    summed(machine, 1)  # nobody waits
+    summed(machine, 1)  # no worker waits
     machine.arrived(1, part(1, key=8))
     machine.arrived(0, part(1, key=9))
     machine.arrived(2, part(1, key=9))
@@ -89,7 +89,7 @@ def test_a_worker_that_gives_up_drops_the_rounds_in_which_it_waits() -> None:
     assert set(machine.rounds) == {(8, 0)}, "worker 1 waits there"
     machine.give_up(1)
     assert not machine.rounds
-    machine.arrived(0, part(1, elements=99))  # a new size, after all have given up
+    machine.arrived(0, part(1, elements=99))  # a new size is allowed after all have given up
 
 
 def test_accumulated_parts_are_added_at_once() -> None:

@@ -25,7 +25,7 @@ SLOTS = 2048
 
 
 def reference(trips: list[float]) -> float:
-    """RFC 6298, 2.2 and 2.3, in its own words."""
+    """Reference: the timeout of RFC 6298, sections 2.2 and 2.3."""
     srtt, rttvar = trips[0], trips[0] / 2
     for trip in trips[1:]:
         rttvar = (1 - 1 / 4) * rttvar + 1 / 4 * abs(srtt - trip)
@@ -34,7 +34,7 @@ def reference(trips: list[float]) -> float:
 
 
 @given(st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=30))
-def test_the_timeout_is_that_of_the_rfc(trips: list[float]) -> None:
+def test_the_timeout_equals_that_of_the_rfc(trips: list[float]) -> None:
     timer = RetransmissionTimer()
     assert timer.timeout_s() == FIRST_TIMEOUT_S
     for trip in trips:
