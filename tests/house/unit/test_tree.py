@@ -27,7 +27,7 @@ def test_a_process_that_a_test_starts_runs_this_tree(package, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("package", WHERE)
 def test_another_trees_package_is_refused_with_both_paths(package, tmp_path):
-    """As when `pytest` runs in a checkout while another checkout is installed."""
+    """For example when `pytest` runs in a checkout while another checkout is installed."""
     other = tmp_path / package / "__init__.py"
     other.parent.mkdir()
     other.touch()

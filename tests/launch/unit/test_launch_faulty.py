@@ -229,7 +229,7 @@ def test_a_start_that_fails_leaves_a_run_that_has_ended(
 
 
 def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> None:
-    """As on a busy machine. Without the standby the run is no longer alive."""
+    """This happens on a busy machine. Without the standby the run is no longer alive."""
     code = (
         "import sys, time; from pathlib import Path; from roadtrain.launch.home import RunHome\n"
         "time.sleep(1.0)\n"

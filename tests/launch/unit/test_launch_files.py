@@ -274,7 +274,7 @@ def test_gpus_are_requested_if_the_job_or_the_cluster_has_them(
     assert unknown == (cluster is None and not stated)
 
 
-def test_the_token_is_in_a_file_of_its_own(tmp_path: Path) -> None:  # Rule 8
+def test_the_token_is_in_a_separate_file(tmp_path: Path) -> None:  # Rule 8
     write_slurm(served(), tmp_path)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     others = [path for path in tmp_path.iterdir() if path.name != "token"]

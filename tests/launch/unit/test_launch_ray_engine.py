@@ -325,14 +325,14 @@ def test_a_worker_that_ends_on_request_is_no_failure(
     class Held:
         alive = True
 
-        def __init__(self, process: Process, _: str, tell: Callable[[Any], None]) -> None:
-            self.process, self.tell = process, tell
+        def __init__(self, process: Process, _: str, report: Callable[[Any], None]) -> None:
+            self.process, self.report = process, report
             if not stopped:
-                tell(ProcessEnded(process.name, code))
+                report(ProcessEnded(process.name, code))
 
         def stop(self, grace_s: float) -> None:
             if grace_s:
-                self.tell(ProcessEnded(self.process.name, code))
+                self.report(ProcessEnded(self.process.name, code))
 
         def wait(self, timeout_s: float) -> None: ...
 
@@ -591,9 +591,9 @@ class Ends:
     alive = False
     begun = 0
 
-    def __init__(self, process: Process, mark: str, tell: Callable[[Any], None]) -> None:
+    def __init__(self, process: Process, mark: str, report: Callable[[Any], None]) -> None:
         Ends.begun += 1
-        tell(ProcessEnded(process.name, -9, "killed"))
+        report(ProcessEnded(process.name, -9, "killed"))
 
     def wait(self, timeout_s: float) -> None: ...
 

@@ -101,7 +101,7 @@ def seen(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
     )
 
 
-def test_a_slow_host_becomes_a_kind_of_its_own_and_its_peers_keep_theirs() -> None:
+def test_a_slow_host_becomes_a_separate_kind_and_its_peers_keep_theirs() -> None:
     cluster = cluster_of([100], count=4)
     machines = planned_on(["a", "b", "c", "d"], "g0")
     rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}

@@ -106,7 +106,7 @@ def test_without_ssds_a_store_is_in_memory() -> None:
         machines_of(plan("server"), cluster(spare={"ssds": [SSDS]}))
 
 
-def test_ports_are_counted_up_at_one_address() -> None:
+def test_servers_at_the_same_address_get_successive_ports() -> None:
     ssds = {**SSDS, "directories": ["/a/{host}", "/b/{host}"]}
     where = cluster(spare={"count": 2, "addresses": ["b", "b"], "ssds": [ssds]})
     found = machines_of(plan("server"), where).hosts
@@ -236,7 +236,7 @@ def test_predictions_are_made_for_each_stage() -> None:
 
 
 @pytest.mark.parametrize("name", ["server", "summation"])
-def test_two_machines_of_one_name_are_refused(name: str) -> None:
+def test_two_machines_with_the_same_name_are_refused(name: str) -> None:
     where = cluster(spare={"name": "gpu0"})
     with pytest.raises(ConfigError, match="2 machines of the cluster are called 'gpu0'"):
         machines_of(plan(name), where)
@@ -257,7 +257,7 @@ def test_the_switches_of_a_plan_must_be_summing_switches_of_its_cluster() -> Non
         job_keys(found, ANY, {})
 
 
-def test_files_of_a_host_of_no_known_kind_are_refused() -> None:
+def test_files_on_a_host_of_an_unknown_kind_are_refused() -> None:
     where = cluster({"count": 1, "addresses": ["a"]})
     machines = Machines((PlanHost("gpu", "gpuu", "a", workers=1),))
     with pytest.raises(ConfigError, match="host gpu has kind 'gpuu'"):

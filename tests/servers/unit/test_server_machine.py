@@ -91,7 +91,7 @@ def chunk_of(world, chunk=0):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 2, 5])
-def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 5
+def test_steps_end_committed_in_any_order_of_actions(seed, buffers):  # Rule 3, Rule 5
     rng = random.Random(seed)
     kinds = [Resident.NOTHING, Resident.RECORD, Resident.WEIGHTS]
     machine = ServerStateMachine(
@@ -378,7 +378,7 @@ def test_no_step_begins_after_a_worker_has_left(event):  # Rule 5
 
 
 @pytest.mark.parametrize("kind", list(Resident), ids=lambda kind: kind.value)
-def test_no_pull_copies_what_an_update_is_changing(kind):  # Rule 6
+def test_no_pull_copies_a_record_during_its_update(kind):  # Rule 6
     """A record held in memory is updated in place; a file is not."""
     world = World(server({0: kind}, 1), 0)
     world.feed(messages.Push(0, None, True, True, 1))
@@ -560,7 +560,7 @@ def answered_order(turns, slow, n):
     return out
 
 
-def test_pulls_are_answered_at_one_pace():
+def test_pulls_of_all_workers_are_answered_at_the_same_pace():
     """Among waiting workers none gets far ahead; a worker that waits alone is not held up; a late
     worker starts level with the others."""
     turns = Turns(2)
@@ -998,7 +998,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize(("n", "own"), [(2, False), (3, False), (2, True)])
-def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n, own):  # Rule 3
+def test_no_committed_step_is_lost_with_one_server_at_any_moment(n, own):  # Rule 3
     """A server dies (with or without its disk) between any two events of a session or of its start.
     The private part of a worker is at the step from which the others continue."""
     assert sum(Replicas(n, seed, own).life() for seed in range(200)) > (50 if own else 200)

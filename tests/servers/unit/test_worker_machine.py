@@ -299,7 +299,7 @@ CASES = {
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("case", CASES)
-def test_steps_whatever_the_order(case, seed):  # Rules 1, 3, 4
+def test_steps_complete_in_any_order_of_events(case, seed):  # Rules 1, 3, 4
     rng = random.Random(seed)
     machine = a_machine(slots=rng.choice([2, 3, 5]), buffers=rng.choice([3, 4, 6]), **CASES[case])
     world, blocks = World(machine, seed), range(1, len(machine.table.blocks))
@@ -482,7 +482,7 @@ def test_a_frozen_chunk_is_requested_at_version_0():  # Rule 1
     assert requested == {True: -1, False: 0}
 
 
-def test_a_gradient_with_memory_of_its_own_takes_none_of_the_pool():
+def test_a_gradient_with_its_own_memory_takes_none_of_the_pool():
     """The root block's gradient, and a gradient pushed again, always stay in their own memory."""
     machine = a_machine(buffers=3)
     chunk = machine.table.blocks[1].chunks[0]

@@ -304,7 +304,7 @@ def test_rows_of_tables_go_all_to_all() -> None:
     assert part < 0.2 * whole
 
 
-def test_stages_of_a_model_without_one_width_exchange_the_next_blocks_input() -> None:
+def test_stages_exchange_the_input_of_the_next_block_if_widths_differ() -> None:
     model = shape("ResNet-50")
     plan = Plan(placement("ddp"), Parallelism(pp=2, stages=(8, 8)), micro_batch=4)
     result = simulate(plan, cluster(2), model, WHOLE, checked=False)
@@ -322,7 +322,7 @@ def test_a_memory_bound_block_takes_its_bytes_over_the_bandwidth() -> None:
     assert WHOLE.forward_of(BlockShape("layer.0", 1, 1.0, 0.0, 0.0), plan, device) == LAUNCH_S
 
 
-def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
+def test_cpu_devices_share_the_memory_of_their_host() -> None:  # Rule 4
     """Parameters on the device and state on the host share the RAM of all processes."""
     device = {"kind": "cpu", "flops": "1TFLOP/s", "memory": "16GB", "memory_rate": "20GB/s"}
     host = {"name": "box", "devices": 2, "device": device, "memory": "16GB"}
@@ -471,7 +471,7 @@ def test_energy_and_cost_add_up() -> None:
     assert with_spares.price == pytest.approx((4 * 3.6 + 2 * 0.36) / 3600 * with_spares.seconds)
 
 
-def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
+def test_memory_is_counted_and_plans_that_do_not_fit_are_refused() -> None:  # Rule 4
     model, where = gpt(24, 8192, 64), cluster(4, 1)
     with pytest.raises(
         BudgetError, match=r"stage 0 device: the plan needs .* GiB, but 74.5 GiB is available"

@@ -89,7 +89,7 @@ def test_ranks_on_a_host_share_its_traffic(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["server", "optimizer-node"])
-def test_a_server_gets_what_every_host_of_a_replica_sends(name: str) -> None:
+def test_a_server_receives_the_gradients_of_every_host_of_a_replica(name: str) -> None:
     """Including replicas whose context ranks are on several hosts."""
     where, plan = cluster(4, 1, sums=True), Plan(placement(name), Parallelism(dp=2, cp=2))
     shared = simulate(plan, where, lump(1e8), WHOLE, checked=False, traced=True)

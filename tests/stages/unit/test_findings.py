@@ -103,8 +103,8 @@ def test_addresses_in_different_subnets_are_reported() -> None:
     far = [HOSTS[0], host("b", 2, net=9)]
     links = links_of([*choose_networks([], far).values()])
     found = {
-        name: Report(name, tuple(Finding(one, LinkFault.CANNOT_CONNECT, "x") for one in links
-                                 if one.source == name))
+        name: Report(name, tuple(Finding(link, LinkFault.CANNOT_CONNECT, "x") for link in links
+                                 if link.source == name))
         for name in "ab"
     }  # fmt: skip
     assert "different subnets, 10.1.0.0/16 and 10.9.0.0/16" in diagnosis(found, links)
@@ -174,26 +174,26 @@ def test_ranks_of_different_starts_are_refused(other, reason) -> None:
 
 def test_hosts_with_the_same_name_get_unique_names() -> None:
     a, b = host("box", 1), replace(host("box", 2), identity="another")
-    assert [one.name for one in meeting.unique_names([a, a, b])] == [
+    assert [entry.name for entry in meeting.unique_names([a, a, b])] == [
         "box at 10.1.0.1",
         "box at 10.1.0.1",
         "box at 10.1.0.2",
     ]
-    assert [one.name for one in meeting.unique_names([a, a])] == ["box", "box"]
+    assert [entry.name for entry in meeting.unique_names([a, a])] == ["box", "box"]
     # a card that both have (such as a virtual machine's bridge) does not make a name unique
     common = HostCard("virbr0", "192.168.122.1", 24)
-    c, d = (replace(one, cards=(common, *one.cards)) for one in (a, b))
-    assert [one.name for one in meeting.unique_names([c, d])] == [
+    c, d = (replace(entry, cards=(common, *entry.cards)) for entry in (a, b))
+    assert [entry.name for entry in meeting.unique_names([c, d])] == [
         "box at 10.1.0.1",
         "box at 10.1.0.2",
     ]
-    alone = [replace(one, cards=(common,)) for one in (a, b)]
-    assert len({one.name for one in meeting.unique_names(alone)}) == 2
+    alone = [replace(entry, cards=(common,)) for entry in (a, b)]
+    assert len({entry.name for entry in meeting.unique_names(alone)}) == 2
 
 
 def test_hosts_on_a_fast_fabric_form_a_cluster() -> None:
-    ib = [replace(host, cards=(replace(host.cards[0], kind="infiniband"), *host.cards))
-          for one in HOSTS[:2]]  # fmt: skip
+    ib = [replace(entry, cards=(replace(entry.cards[0], kind="infiniband"), *entry.cards))
+          for entry in HOSTS[:2]]  # fmt: skip
     hosts = (ib[0], ib[0], ib[1], HOSTS[2])
     met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), hosts, dist.HashStore())
     assert met.host_devices() == [

@@ -215,7 +215,7 @@ def test_features_that_need_equal_widths_refuse_others() -> None:
         (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot fill 6 stages", "set pp to at most 4"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_impossible_groups_are_refused(
     parallelism: Parallelism, hosts: list, message: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:

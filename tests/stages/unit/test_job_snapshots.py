@@ -165,7 +165,7 @@ def test_an_incomplete_snapshot_that_filled_the_disk_is_removed_first(tmp_path, 
     assert resume(tmp_path, places(2)) == [1, 1]
 
 
-def test_one_marker_is_enough(tmp_path):
+def test_a_single_marker_commits_a_snapshot(tmp_path):
     train(tmp_path, places(3), [1, 2])
     for host in ("h0", "h2"):
         for path in tmp_path.glob(f"{host}/snapshots/step-0000000002.*/*.committed"):

@@ -119,7 +119,7 @@ def test_hosts_of_infiniband_and_of_roce_alone_are_refused() -> None:
     assert pick(Ranks("dp 0", (0, 2)), hosts).kind == INFINIBAND
 
 
-def test_one_fabric_of_two_kinds_is_refused() -> None:
+def test_a_fabric_of_two_kinds_is_refused() -> None:
     mixed = override(holmes(), [NetworkStatement(interface="eth0", fabric="fast")])
     with pytest.raises(ConfigError, match="fabric fast has eth0 of host a1, which is infiniband"):
         choose_networks([Ranks("pp", (2, 4))], mixed)

@@ -127,7 +127,7 @@ def gradients(models: list[dict[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
         pytest.param((1,), (1, 2), 3, id="two parts on one rank"),
     ],
 )
-def test_a_pipelines_losses_and_gradients_are_those_of_one_process(
+def test_a_pipeline_gives_the_losses_and_gradients_of_a_single_process(
     widths, layers, micros
 ) -> None:  # Rule 1
     plain, pipelines, models = ranks_of(widths, layers, micros)

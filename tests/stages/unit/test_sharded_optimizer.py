@@ -203,7 +203,7 @@ def test_a_model_that_is_never_called_as_a_whole(made, poisoned):  # Rule 6
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_modules_wait_for_what_they_use(made, poisoned, checkpoint):  # Rule 6
+def test_modules_wait_for_the_parameters_they_use(made, poisoned, checkpoint):  # Rule 6
     mine, theirs = Mixed(), Mixed()
     if checkpoint:
         for block in mine.blocks:
@@ -286,7 +286,7 @@ def test_an_evaluation_does_not_change_the_recorded_calls_of_training(made, pois
     assert train(mine, optimizer, 3) == by_rules(theirs, momentum(theirs), 3)
 
 
-def test_no_piece_of_a_failed_update_is_given(made, monkeypatch):  # Rule 3
+def test_a_failed_update_yields_no_pieces(made, monkeypatch):  # Rule 3
     """A snapshot of it would belong to no step."""
     model = Mixed()
     optimizer = made(model, adamw(model))
@@ -377,7 +377,7 @@ def test_narrow_parameters_have_wide_masters_and_gradients(made):
 
 
 def test_masters_of_converted_parameters_start_from_fp32_values(made):  # Rule 1
-    """As in place(dtype=...), masters start from the fp32 values, not from rounded ones."""
+    """Masters start from the fp32 values, not from rounded ones, as in place(dtype=...)."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(True)
     model[1].bias.requires_grad_(False)
     wide = {name: p.detach().clone().view(-1) for name, p in model.named_parameters()}

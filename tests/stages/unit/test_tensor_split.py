@@ -150,7 +150,7 @@ def stages(degree, width, chunk=7):
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("degree", DEGREES)
-def test_all_ranks_together_give_every_element_once(degree, width):
+def test_all_ranks_together_hold_every_element_once(degree, width):
     whole, _ = parameters()
     counts = {name: torch.zeros(x.numel(), dtype=torch.int64) for name, x in whole.items()}
     for stage in stages(degree, width):
@@ -191,7 +191,7 @@ def test_pieces_of_other_ranks_are_loaded(to, cut):
             assert torch.equal(inner.state[extent.name][own], -right[extent.name][own])
 
 
-def test_values_of_the_last_step_are_given():
+def test_pieces_hold_the_values_of_the_last_step():
     stage = stages(2, 1)[0]
     extent = stage.extents()[-1]
     before = stage.piece(extent)
@@ -258,7 +258,7 @@ def test_a_rank_of_a_tensor_group_has_a_device(monkeypatch):
     assert device_of(Mesh(0, 2, "cuda")) == torch.device("cuda", 3)
 
 
-def test_a_frozen_layer_between_split_ones_has_nothing_to_sum():
+def test_a_frozen_layer_between_split_layers_has_nothing_to_sum():
     layer = torch.nn.LayerNorm(4)
     layer.weight.requires_grad_(False)
     summed = []

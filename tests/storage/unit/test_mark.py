@@ -111,7 +111,7 @@ def test_a_store_ahead_of_the_lines(tmp_path: Path) -> None:
         Mark(tmp_path, witness=4, sessions={5: "", 6: ""}).check(JOB, 7, "there", session="")
 
 
-def test_a_start_that_goes_back(tmp_path: Path) -> None:
+def test_a_start_that_returns_to_a_snapshot(tmp_path: Path) -> None:
     """State in RAM returns to its snapshot. The mark records this first, and the lines of metrics.jsonl
     count again only once they have been cut to the same step."""
     marked(tmp_path, 9)

@@ -132,7 +132,7 @@ def test_two_threads_may_be_the_first_to_read_a_description(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", DECODED_BY_THREADS, tmp_path], check=True, timeout=120)
 
 
-def test_the_table_comes_back_from_the_description(tmp_path: Path) -> None:
+def test_the_table_is_restored_from_the_description(tmp_path: Path) -> None:
     tab = table("bf16", chunk_elements=1 << 16)
     meta = StoreMeta.of(tab, GROUPS)
     assert meta.table == tab

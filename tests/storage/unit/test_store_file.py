@@ -401,7 +401,7 @@ def test_a_new_stores_files_are_durable_with_their_size(
     assert all(synced[path.stat().st_ino] == path.stat().st_size > 0 for path in files)
 
 
-def test_two_processes_cannot_write_one_store(
+def test_two_processes_cannot_write_the_same_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_module, "LOCK_WAIT_S", 0.1)

@@ -25,7 +25,7 @@ def test_all_devices_sum_if_the_card_has_its_own_lanes() -> None:
     assert choose(devices((0, 1, 2, 3), (4, 5, 6, 7)), [at(2, 0)]) == [*range(8)]
 
 
-def test_one_switch() -> None:
+def test_a_single_switch() -> None:
     assert choose(devices((0, 1, 2, 3)), []) == [0, 1, 2, 3]
     assert choose(devices((0, 1, 2, 3)), [at(0, 7)]) == [0, 1, 2, 3]
 
@@ -43,7 +43,7 @@ def test_several_cards_only_change_which_switches_have_one() -> None:
     assert choose(devices(*PAIRS), [at(0, 7), at(1, 7)]) == [4, 5, 6, 7]
 
 
-def test_the_roots_are_in_order_whatever_the_switches_are_numbered() -> None:
+def test_the_roots_are_in_order_for_any_numbering_of_switches() -> None:
     assert choose(devices((1, 4), (0, 5), (2, 3)), [at(2, 7)]) == [0, 1, 4, 5]
 
 

@@ -1,4 +1,4 @@
-"""Where parts are summed: the closed form against the published formula and a search; parts that all
+"""The shares of the sites that sum parts: the closed form against the published formula and a search; parts that all
 workers cut equally."""
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def run_beside(steps: int, payload_nbytes: int, seed: int, source: str = SOURCE)
 
 
 @pytest.mark.parametrize("payload_nbytes", [256, 1408])
-def test_the_program_does_what_the_state_machine_does(payload_nbytes: int) -> None:  # Rule 7
+def test_the_program_equals_the_state_machine(payload_nbytes: int) -> None:  # Rule 7
     """A real switch could take 256 bytes per packet; the ends send 1408."""
     seen = run_beside(2000, payload_nbytes, seed=payload_nbytes)
     assert min(seen[what] for what in ("restart", "beat", "sum", "nothing", "late")) > 5, seen

@@ -61,7 +61,7 @@ def test_batches_depend_on_the_step_alone(folder: Path) -> None:
         assert not torch.equal(other[0], x)
 
 
-def test_known_draws() -> None:
+def test_draws_of_batches_are_frozen() -> None:
     """Frozen values: a change would alter the data of every run."""
     assert (_draw(0, 0, 0, 0), _draw(1, 5, 2, 3)) == (11619761522075635141, 267313895710451850)
 

@@ -551,7 +551,7 @@ def test_connect_fails_without_a_listener_and_waits_for_a_late_one(kind, folder,
     again[0].close()
 
 
-def test_a_socket_left_by_a_dead_process_is_replaced_a_live_one_is_not(folder):
+def test_the_socket_of_a_dead_process_is_replaced_but_not_that_of_a_live_process(folder):
     path = folder / "left"
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(path))
@@ -1118,7 +1118,7 @@ def greeted(
     return found[0], answer
 
 
-def test_the_proofs_cover_what_protects_the_channel():
+def test_the_proofs_cover_the_binding_of_the_channel():
     """A man in the middle with his own certificate forwards both sides' messages: the proof is not
     valid for his channel."""
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
