@@ -414,7 +414,7 @@ def test_a_plan_is_launched_only_for_its_model(planned: PlannedModel, message: s
         return
     with pytest.raises(ConfigError) as caught:
         of(plan, mine)
-    assert str(caught.value).startswith(f"the plan is for a model with {said}\n")
+    assert str(caught.value).startswith(f"the plan is for a model with {message}\n")
 
 
 def test_files_of_a_stage_are_relative_to_the_users_directory() -> None:
