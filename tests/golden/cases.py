@@ -434,7 +434,16 @@ def types_of(value: Any) -> Any:
 
 
 ALWAYS = {"Forward", "Backward", "Fetch", "Push", "Sum", "Update", "Write", "Commit"}
-SOMETIMES = {"Read", "Update", "Write", "Commit", "Wait", "Sum", "Fetch", "Push"}  # in one step
+SOMETIMES = {
+    "Read",
+    "Update",
+    "Write",
+    "Commit",
+    "Wait",
+    "Sum",
+    "Fetch",
+    "Push",
+}  # stages that some lines lack
 
 
 def stages_in(lines: list[dict[str, Any]]) -> set[str]:

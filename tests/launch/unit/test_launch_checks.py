@@ -345,7 +345,7 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     )
 
 
-def test_a_host_that_computed_before_a_new_plan_knows_the_run(tmp_path: Path) -> None:
+def test_a_former_worker_host_vouches_for_the_run_of_a_store(tmp_path: Path) -> None:
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
     spares = (PlanHost("old", "gpu", "127.0.0.1", 1),)
@@ -482,7 +482,7 @@ def test_a_spare_host_that_lacks_the_text_runs_no_workers(tmp_path: Path) -> Non
     assert "host gpu1 does not have /data/text, which the job names" in line
 
 
-def test_silent_hosts_count_as_sharing_a_network_directory(tmp_path: Path) -> None:
+def test_a_silent_host_shares_a_directory_on_a_network_file_system(tmp_path: Path) -> None:
     run = meeting(tmp_path)
     about = msgspec.to_builtins(report_host(HostQuery(run.directory)))
     about["directory"]["files"] = "nfs server:/runs /runs"

@@ -370,7 +370,7 @@ def shape_of_the_job() -> ModelShape:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_of_the_job: ModelShape) -> RunHome:
     monkeypatch.setenv("HOME", str(tmp_path))
-    # the same job is planned anew in each test
+    # each test plans the same job again
     monkeypatch.setattr(replan_module, "shape_of_job", lambda job: shape_of_the_job)
     return RunHome.of("again")
 

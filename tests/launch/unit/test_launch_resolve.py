@@ -219,7 +219,7 @@ def test_stages_of_unequal_widths_do_not_shrink() -> None:
     )
 
 
-def test_local_state_moves_only_if_all_hosts_share_the_directory() -> None:  # Rule 3
+def test_snapshots_on_a_host_tie_its_stage_to_that_host() -> None:  # Rule 3
     assert "snapshots are in" in staged().can_run_on(["gpu0", "gpu9"])
 
 
@@ -386,7 +386,7 @@ def test_a_tree_of_switches_names_workers_by_rank() -> None:
     assert "is set up for 4 workers, but there are 2" in run.can_run_on(["gpu0"])
 
 
-def test_workers_that_share_nothing_are_refused() -> None:
+def test_a_files_plan_of_two_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"placement files runs one worker, .* has 2"):
         of(a_plan("files", TWO[:1], parallelism=Parallelism(dp=2)), a_job())
 
@@ -481,7 +481,7 @@ def test_servers_and_reducers_of_the_job_contradict_a_plan_also_with_auto() -> N
             of(FOUR, a_job(**{**own, "parallelism": auto}))
 
 
-def test_equal_widths_resolve_to_a_width_per_stage() -> None:
+def test_equal_widths_count_the_micro_batches_of_all_replicas() -> None:
     plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2), num_microbatches=4)
     run = of(plan, a_job(parallelism={"pp": 2, "widths": [2, 2], "num_microbatches": 4}))
     assert run.job.parallelism.num_microbatches == 8

@@ -482,7 +482,7 @@ def test_memory_is_kept_free() -> None:  # Rule 4
             search(cluster, model, OF, headroom=wrong)
 
 
-def test_a_relay_needs_a_smartnic() -> None:
+def test_the_smartnic_placement_needs_a_card_with_a_relay() -> None:
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     for relay in (False, True):
         nics = [{"rate": "100Gbit/s"}, {"kind": "roce", "rate": "50Gbit/s", "relay": relay}]

@@ -160,7 +160,7 @@ def test_the_program_equals_the_state_machine(payload_nbytes: int) -> None:  # R
     [
         ("^ ((total ^ with) & high)", ""),
         ("(chosen >> 7) * 255", "(chosen >> 6) * 255"),
-        ("meta.number < ack || ", ""),  # L10: a resend begins a sum anew
+        ("meta.number < ack || ", ""),  # L10: a resend starts a new sum
         ("(bits != 0 && meta.number < number)", "bits == 0"),
         ("if (meta.number > number || bits == 0)", "if (bits == 0)"),
         ("(bits & meta.who) != 0", "false_bits != 0"),
