@@ -91,9 +91,8 @@ def test_names_ports_and_directories_must_be_unique(hosts, spares, words):
 def test_hosts_at_other_addresses_may_have_the_same_ports():
     other = replace(SPARE, name="spare1", address="10.0.0.10")
     assert Machines((GPU, SPARE, other)).worker_hosts == (GPU,)
-    assert Machines(
-        (GPU, replace(SPARE, reducer=29500))
-    )  # the rendezvous port is on the host of the workers
+    # the rendezvous port is on the host of the workers
+    assert Machines((GPU, replace(SPARE, reducer=29500)))
 
 
 def cluster(**host: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_names_that_cannot_be_files_are_refused(name: str) -> None:
         RunHome.of(name)
 
 
-def test_a_home_holds_the_launch_record_plan_and_job(home: RunHome) -> None:
+def test_a_home_holds_the_record_state_and_token_of_a_launch(home: RunHome) -> None:
     assert home.exists and home.record() == RECORD
     assert home.state() == RunState(stamps={"launched": 1.5})
     # Rule 8

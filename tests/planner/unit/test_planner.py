@@ -114,9 +114,8 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
             result = simulate(plan, cluster, model, OF)
             scene.build(Engine())
             least = scene.bound()
-            assert least <= result.seconds * (1 + 1e-5), (
-                plan
-            )  # up to small differences between repeated steps
+            # up to small differences between repeated steps
+            assert least <= result.seconds * (1 + 1e-5), plan
         except RoadtrainError:
             continue
         scores.append(
@@ -730,9 +729,7 @@ def test_rows_and_small_layers_take_time() -> None:
     assert answer.pick is not None
     result, tables = answer.pick.result, model.blocks[0]
     network = 0.9 * 12.5e9
-    if (
-        answer.pick.plan.parallelism.dp == 2
-    ):  # half of the rows of a device's samples, there and back
+    if answer.pick.plan.parallelism.dp == 2:  # half of a device's rows, there and back
         assert result.seconds >= 4096 * tables.touched / 2 / network
     assert result.seconds >= 3 * 1e-5 * len(model.blocks) / 2
     assert result.samples_per_s < 2e7

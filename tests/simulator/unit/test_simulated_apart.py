@@ -440,9 +440,8 @@ def test_the_report_lists_each_replica_and_the_traffic_of_each_card() -> None:
     assert "placement zero1, files, dp 3+1 x tp 1 x pp 2" in text
     assert "micro-batch 1 x 6 over all replicas" in text
     assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
-    assert (
-        "carried gpu 3 roce out: 11.4 MiB per step" in text
-    )  # gradients of 6 x 2 MB of activations
+    # gradients of 6 x 2 MB of activations
+    assert "carried gpu 3 roce out: 11.4 MiB per step" in text
     tree = as_json(result, where, model, WHOLE)
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     assert tree["plan"]["stage_placements"] == ("zero1", "files")

@@ -225,9 +225,8 @@ def test_cards_of_a_host(tmp_path, monkeypatch) -> None:
         "ens1": interface("a1", "10.2.0.1"),
         "eth0": interface("a2", "10.3.0.1", 25000),
         "docker0": interface("a3", "172.17.0.1"),
-        "br0": interface(
-            "a7", "10.6.0.1"
-        ),  # as on hosts of virtual machines: a card is a port of the bridge
+        # as on hosts of virtual machines: a card is a port of the bridge
+        "br0": interface("a7", "10.6.0.1"),
         "eth1": interface("a5", "fd00::5%eth1", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "eth2": interface("a6", "fe80::5", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "ib9": interface("a4", "10.4.0.1"),

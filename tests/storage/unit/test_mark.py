@@ -96,9 +96,8 @@ def test_a_copy_that_was_trained_elsewhere(tmp_path: Path, lost: str) -> None:
     printed: list[str] = []
     anyway = Mark(tmp_path, witness=4, sessions=lines, new_store=True, report=printed.append)
     anyway.check(JOB, 7, "there", session="theirs")
-    assert (
-        anyway.fresh and "--new-store" in printed[0]
-    )  # the run's lines do not belong to this store
+    # the run's lines do not belong to this store
+    assert anyway.fresh and "--new-store" in printed[0]
     Mark(tmp_path, witness=4, sessions=lines).check(JOB, 7, "there", session="theirs")
 
 

@@ -405,9 +405,8 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
 
 
 def test_a_second_creation_is_refused_at_once_and_deletes_nothing(tmp_path: Path) -> None:
-    first = create_store(
-        [tmp_path / "a", tmp_path / "b"], META, OWNERS
-    )  # this creation fills the store for hours
+    # this creation fills the store for hours
+    first = create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)
     there = set(tmp_path.rglob("*"))
     for directories in (
         [tmp_path / "a", tmp_path / "b"],
@@ -426,9 +425,7 @@ def test_a_second_creation_is_refused_at_once_and_deletes_nothing(tmp_path: Path
     first.commit(0, b"")
     first.publish()
     first.close()
-    with pytest.raises(
-        ForeignError, match="already holds a store"
-    ):  # a second creation came a moment later
+    with pytest.raises(ForeignError, match="already holds a store"):  # a moment later
         create_store([tmp_path / "a"], META, [0] * len(OWNERS))
     opened([tmp_path / "a", tmp_path / "b"]).close()
 

@@ -28,9 +28,7 @@ def through(text, values, seed=0):
 @pytest.mark.parametrize("text", ALL)
 @settings(deadline=None, max_examples=40)
 @given(values=floats, seed=st.integers(0, 1 << 70))
-def test_decoded_values_are_near_the_originals(
-    text, values, seed
-):  # Rule 2: within the bound of the codec
+def test_decoded_values_are_near_the_originals(text, values, seed):  # Rule 2
     out, most = through(text, values, seed), np.abs(values).max()
     kind, _, argument = text.partition(":")
     if kind in ("bf16", "fp16"):

@@ -194,7 +194,7 @@ def test_an_unusable_file_is_a_gap(
 
 
 @pytest.mark.parametrize("what", ["class", "vendor"])
-def test_a_function_without_a_class_or_vendor_is_a_gap(server: Tree, what: str) -> None:
+def test_a_function_without_a_class_or_vendor_is_not_listed(server: Tree, what: str) -> None:
     (server.root / f"devices/{GPU}/{what}").unlink()
     assert functions(ACCELERATORS, NVIDIA, server.root) == []
 

@@ -111,9 +111,7 @@ def test_a_missing_number_is_resent_once_before_new_numbers() -> None:
     sender.heartbeat(seen)  # reports nothing new
     assert sender.resends == 3
     assert list(sender.next_numbers(2)) == [8, 9]
-    sender.heartbeat(
-        Heartbeat(1, 16, 0b1101100)
-    )  # 7 has arrived, which was sent before the resends
+    sender.heartbeat(Heartbeat(1, 16, 0b1101100))  # 7 arrived, sent before the resends
     assert list(sender.next_numbers(0)) == [] and list(sender.next_numbers(1)) == [10]
     sender.heartbeat(Heartbeat(1, 16, 0b11101100))  # 8 was sent after them
     assert [list(sender.next_numbers(9)) for _ in range(2)] == [[1, 2], [5]]

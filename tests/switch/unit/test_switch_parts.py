@@ -210,10 +210,8 @@ def test_the_longest_silent_worker_of_the_subtree_is_reported() -> None:
     assert three.most_silent(100.25) == (250, UNKNOWN_RANK)
     for number, below in enumerate([(0, 7), (1300, 12), (40, 9)]):
         assert three.heartbeat(number, Heartbeat(0, 3), (f"10.0.0.{number}", 1), below, 100.25)
-    assert three.most_silent(100.5) == (
-        1550,
-        12,
-    )  # a child switch reports this for one of its workers
+    # a child switch reports this for one of its workers
+    assert three.most_silent(100.5) == (1550, 12)
     silent = three.silent(100.5)
     assert [(child.number, seconds) for child, seconds in silent] == [(1, 1.55)]
     assert str(silent[0][0]) == "child 1 (worker 12, 10.0.0.1:1)"

@@ -80,9 +80,8 @@ def test_a_repeated_packet_is_not_added_again():  # Rule 6, L10 of LuWu's incons
     assert np.array_equal(first, again)
     assert np.array_equal(first[HEADER_NBYTES:], total(1, 2))
     assert put(table, packet(5, 0)) == []  # this number takes the slot
-    assert (
-        put(table, packet(1, 0), packet(1, 1)) == []
-    )  # these resends poison the slot in the published protocol
+    # these resends poison the slot in the published protocol
+    assert put(table, packet(1, 0), packet(1, 1)) == []
     (sum_of_5,) = put(table, packet(5, 1))
     assert np.array_equal(sum_of_5[HEADER_NBYTES:], total(5, 2))
     assert table.counters == {

@@ -212,6 +212,5 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "2 of 1000" in out and "100 tokens/s" in out
     assert "1.8 TiB to 2 directories" in out
-    assert (
-        "1.0000% of 100 TBW per device (as specified)" in out
-    )  # 1 TB was written to each of two devices
+    # 1 TB was written to each of two devices
+    assert "1.0000% of 100 TBW per device (as specified)" in out

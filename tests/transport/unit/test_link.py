@@ -1263,10 +1263,8 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
         FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)),
     )
     raw = handshake.receive(sock, FIRST_EDITION.size, time.monotonic() + 5, "")
-    assert FIRST_EDITION.unpack(raw)[:2] == (
-        handshake.MAGIC,
-        2,
-    )  # so that the old peer can report it
+    # so that the old peer can report it
+    assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)
     sock.close()
     wait_report(reports, "the peer has protocol version 1, but this side has 2")
     old = socket.create_server(("127.0.0.1", 0))
@@ -1681,9 +1679,8 @@ def test_an_rdma_and_a_tcp_link_refuse_each_other(server_has_rdma):
 def test_wrong_counts_are_a_wire_error(counts, folder):
     ends = Ends("rdma", folder)
     ends.a._channels[0]._tcp.send([sealed(rdma.COUNTS.pack(*counts))])
-    deadline = (
-        time.monotonic() + WAIT_S
-    )  # b reads the wrong count before the next frame brings the right one
+    # b reads the wrong count before the next frame brings the right one
+    deadline = time.monotonic() + WAIT_S
     while not (ends.got_b.errors or any(channel._theirs == counts for channel in ends.b._channels)):
         assert time.monotonic() < deadline
         time.sleep(0.001)

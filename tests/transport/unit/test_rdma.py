@@ -95,9 +95,8 @@ def ends(monkeypatch):
 
 def test_bytes_are_delivered_and_their_buffer_returned_only_after_their_read(ends):
     a, b = ends
-    data = random.Random(0).randbytes(
-        3 * rdma.RING + 12_345
-    )  # keeps the ring full most of the time
+    # keeps the ring full most of the time
+    data = random.Random(0).randbytes(3 * rdma.RING + 12_345)
 
     def send() -> None:
         left = memoryview(data)
