@@ -383,8 +383,8 @@ def at(home: Path, *words: str) -> str:
 
 
 def train_job(home: Path, steps: int, *words: str) -> list[dict[str, Any]]:
-    """Run `roadtrain train` in `home` up to step `steps`, on two servers if `home` is called "served".
-    Returns the lines of metrics."""
+    """Run `roadtrain train` in `home` up to step `steps`, on two servers if `home` is called "served" or
+    has the directories of servers. Returns the lines of metrics."""
     with served(home) as more:
         at(home, "train", "job.toml", "--run.steps", str(steps), *more, *words)
     return [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]

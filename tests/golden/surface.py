@@ -369,12 +369,12 @@ def handshake() -> dict[str, str]:
     """All bytes that both sides of a handshake send for fixed nonces, with and without a token."""
     transcripts = {}
     for name, token in (("no token", None), ("token", b"secret")):
-        for side, raw in _shaken(token).items():
+        for side, raw in _handshake_transcripts(token).items():
             transcripts[f"{side}, {name}"] = bytes(raw).hex()
     return transcripts
 
 
-def _shaken(token: bytes | None) -> dict[str, bytearray]:
+def _handshake_transcripts(token: bytes | None) -> dict[str, bytearray]:
     client, server = ends = socket.socketpair()
     transcripts = {"client": bytearray(), "server": bytearray()}
     link, hello, deadline = bytes(range(16)), b"hello there", time.monotonic() + 10

@@ -14,7 +14,7 @@ import pytest
 LAST = cases.STORED + 3
 
 
-def unpacked(name: str, home: Path) -> dict[str, object]:
+def unpack_store(name: str, home: Path) -> dict[str, object]:
     fixtures.unpack("stores.tar.xz", home, name)
     kept: dict[str, object] = fixtures.load("stores.json")[name]
     return kept
@@ -22,7 +22,7 @@ def unpacked(name: str, home: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", cases.STORES)
 def test_a_kept_store_resumes(name: str, tmp_path: Path) -> None:
-    kept, case = unpacked(name, tmp_path), cases.STORES[name]
+    kept, case = unpack_store(name, tmp_path), cases.STORES[name]
     with cases.placed(case, tmp_path / name) as (model, optimizer, _):
         assert optimizer.steps_done == cases.STORED
         assert cases.contents(case, model, optimizer) == kept.pop("held")
@@ -37,7 +37,7 @@ def test_a_kept_store_resumes(name: str, tmp_path: Path) -> None:
 )
 def test_a_kept_store_is_converted(name: str, where: str, tmp_path: Path) -> None:
     """The store is converted to other directories; `moved_from` names a directory that it leaves."""
-    kept, case = unpacked(name, tmp_path), cases.STORES[name]
+    kept, case = unpack_store(name, tmp_path), cases.STORES[name]
     left = sorted((tmp_path / name).glob("store*"))[int(where[0]) :]
     moved = replace(case, where=where, options={"moved_from": left} if left else {})
     with cases.placed(moved, tmp_path / name) as (model, optimizer, _):

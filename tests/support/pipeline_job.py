@@ -77,7 +77,7 @@ def loss_of(result, batch):
     return functional.cross_entropy(result.flatten(0, 1), batch.target.flatten())
 
 
-def made(dropout=0.1, width=32):
+def build_model(dropout=0.1, width=32):
     torch.manual_seed(5)
     model = Net(depth=4, width=width, dropout=dropout)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -115,7 +115,7 @@ def train(spec, rank):
     home.mkdir(exist_ok=True, parents=True)
     control_links.GRACE_S = spec.grace_s  # in this process only
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank if spec.again else 0)
-    model, optimizer = made(**spec.options)
+    model, optimizer = build_model(**spec.options)
     stores = {stage: Files(spec.home / f"stage-{stage}") for stage in spec.on_files}
     stores |= {stage: Servers(where) for stage, where in spec.on_servers.items()}
     options = ParallelOptions(

@@ -108,7 +108,7 @@ def test_rows_from_other_sources() -> None:
 
 
 def test_measured_memory() -> None:
-    """The mean error is at most 5 %, and no prediction is lower than that."""
+    """The goal is a mean error of 5 %, with no prediction too low by more than that."""
     rows = memory_rows()
     assert {row.case.partition(",")[0] for row in rows} == {
         "sailor-gh200",

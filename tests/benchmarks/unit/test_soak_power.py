@@ -31,7 +31,7 @@ def disk(tmp_path):
     return root, shadow
 
 
-def written(power, path, content, offset=0):
+def write_file(power, path, content, offset=0):
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     power.pwritev(fd, [content], offset)
     return fd
@@ -42,7 +42,7 @@ def written(power, path, content, offset=0):
 def test_bytes_are_durable_from_their_sync_on(disk, synced, left):
     root, shadow = disk
     power = Power(shadow, [root])
-    fd = written(power, root / "old", b"b" * SECTOR, SECTOR)
+    fd = write_file(power, root / "old", b"b" * SECTOR, SECTOR)
     if synced:
         power.sync(fd, "fdatasync")
     os.close(fd)
@@ -61,7 +61,7 @@ def test_bytes_are_durable_from_their_sync_on(disk, synced, left):
 def test_names_are_durable_from_the_sync_of_their_directory_on(disk, synced):
     root, shadow = disk
     power = Power(shadow, [root])
-    fd = written(power, root / "new", b"c")
+    fd = write_file(power, root / "new", b"c")
     power.sync(fd, "fsync")
     os.close(fd)
     os.replace(root / "new", root / "old")
@@ -81,7 +81,7 @@ def test_a_later_sync_does_not_save_bytes_of_a_failed_sync(disk, again):
     are lost in a cut unless they are written again."""
     root, shadow = disk
     power = Power(shadow, [root], [Strike("sync", 0, "EIO", "old")])
-    fd = written(power, root / "old", b"b" * SECTOR)
+    fd = write_file(power, root / "old", b"b" * SECTOR)
     with pytest.raises(OSError) as raised:
         power.sync(fd, "fdatasync")
     assert raised.value.errno == errno.EIO
@@ -110,7 +110,7 @@ def test_a_script_counts_the_calls_on_its_files(disk):
 
 def test_after_a_cut_the_contents_of_the_device_are_final(disk):
     root, shadow = disk
-    fd = written(Power(shadow, [root]), root / "old", b"b" * SECTOR)
+    fd = write_file(Power(shadow, [root]), root / "old", b"b" * SECTOR)
     os.close(fd)
     cut(shadow, [root], ScriptedChoice("all", "all"))
     cut(shadow, [root], ScriptedChoice("none", "none"))

@@ -17,7 +17,7 @@ def host(name: str = "a", **more: Any) -> dict[str, Any]:
     return {"name": name, "memory": "64GB", **more}
 
 
-def made(*hosts: dict[str, Any], **more: Any) -> Cluster:
+def cluster_of(*hosts: dict[str, Any], **more: Any) -> Cluster:
     return make_cluster({"hosts": list(hosts), **more})
 
 
@@ -29,7 +29,7 @@ def test_templates_are_read_and_written_back(name: str, tmp_path: Path) -> None:
 
 
 def test_omitted_values_are_assumed_and_reported() -> None:
-    cluster = made(
+    cluster = cluster_of(
         host(memory_rate="100GB/s", nics=[{"rate": "100Gbit/s"}]), measured=["hosts.a.memory_rate"]
     )
     assert cluster.assumed == ("hosts.a.updates", "hosts.a.sums", "hosts.a.nics.latency")
@@ -103,7 +103,7 @@ def test_hosts_use_the_fastest_network_they_share() -> None:
     }
     first = host("ib", nics=[cards["ethernet"], cards["infiniband"]])
     second = host("roce", nics=[cards["ethernet"], cards["roce"]])
-    cluster = made(first, second)
+    cluster = cluster_of(first, second)
     ib, roce = cluster.hosts
     assert (
         cluster.common([ib, ib])[0].kind == "infiniband"
@@ -118,10 +118,10 @@ def test_hosts_without_a_network_in_common() -> None:
         host("two", nics=[{"kind": "roce", "rate": "1GB/s", "switch": "y"}]),
     )
     switches = [{"name": "x"}, {"name": "y"}]
-    apart = made(first, second, switches=switches)
+    apart = cluster_of(first, second, switches=switches)
     with pytest.raises(ConfigError, match="hosts one, two have no network in common"):
         apart.common(apart.hosts)
-    joined = made(
+    joined = cluster_of(
         first,
         second,
         switches=switches,
@@ -137,7 +137,9 @@ def test_hosts_without_a_network_in_common() -> None:
 def test_assumed_values_are_listed() -> None:
     device = {"flops": "100TFLOP/s", "memory": "80GB"}
     ssd = {"read": "7GB/s", "write": "5GB/s", "capacity": "1TB", "updates": "1GB/s"}
-    cluster = made(host("a.b", devices=8, device=device, ssds=[ssd], nics=[{"rate": "1GB/s"}]))
+    cluster = cluster_of(
+        host("a.b", devices=8, device=device, ssds=[ssd], nics=[{"rate": "1GB/s"}])
+    )
     found = guesses(cluster)
     assert (
         set(found)
@@ -179,13 +181,17 @@ def test_assumed_values_are_listed() -> None:
 
 def test_a_device_without_a_count_is_one_device() -> None:
     table = {"flops": "100TFLOP/s", "memory": "80GB"}
-    assert made(host(device=table)).device_count == made(host(device="A100-80GB")).device_count == 1
-    assert made(host(device=table, devices=0)).device_count == 0
+    assert (
+        cluster_of(host(device=table)).device_count
+        == cluster_of(host(device="A100-80GB")).device_count
+        == 1
+    )
+    assert cluster_of(host(device=table, devices=0)).device_count == 0
 
 
 def test_small_rates_are_written_back() -> None:
     device = {"flops": "0.000001TFLOP/s", "memory": "1GB", "memory_rate": "0.5B/s", "copy": "1B/s"}
-    cluster = made(
+    cluster = cluster_of(
         host(
             memory_rate="0.25B/s",
             updates="1B/s",
@@ -208,7 +214,7 @@ def test_a_group_of_hosts_has_the_minimum_of_each_resource() -> None:
         ssd = {"count": ssds, "read": "2GB/s", "write": f"{rate}GB/s", "capacity": "1TB"}
         return host(name, devices=devices, device=device, memory_rate=f"{rate}GB/s", ssds=[ssd])
 
-    first, second = made(table("a", 100, 5, 1, 2), table("b", 50, 20, 4, 8)).hosts
+    first, second = cluster_of(table("a", 100, 5, 1, 2), table("b", 50, 20, 4, 8)).hosts
     least = least_of([first, second])
     assert least.device is not None and (least.device.flops, least.device.memory_rate) == (
         50e12,

@@ -55,7 +55,7 @@ def test_a_plan_file_is_read_as_it_was_written(name, tmp_path):
     assert load_plan_file(file) == PlanFile(plan)
 
 
-def refused(tree: dict[str, Any]) -> str:
+def refusal_of(tree: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         make_plan_file(tree, where="plan.toml")
     return str(caught.value)
@@ -63,12 +63,12 @@ def refused(tree: dict[str, Any]) -> str:
 
 def test_mistakes_name_the_table_and_the_key():
     host = {"name": "a", "kind": "a", "workers": 1}
-    message = refused({"placement": "server", "machines": {"hosts": [{**host, "wrokers": 1}]}})
+    message = refusal_of({"placement": "server", "machines": {"hosts": [{**host, "wrokers": 1}]}})
     assert "plan.toml, [machines]" in message and "workers" in message
-    message = refused({"placement": "server", "cluster": {"hosts": [{"name": "a"}]}})
+    message = refusal_of({"placement": "server", "cluster": {"hosts": [{"name": "a"}]}})
     assert "plan.toml, [cluster]" in message and "memory" in message
-    assert "seconds" in refused({"placement": "server", "predicted": {}})
-    assert "parameters" in refused({"placement": "server", "model": {"seq_len": 64}})
+    assert "seconds" in refusal_of({"placement": "server", "predicted": {}})
+    assert "parameters" in refusal_of({"placement": "server", "model": {"seq_len": 64}})
 
 
 @pytest.mark.parametrize(

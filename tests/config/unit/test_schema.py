@@ -85,13 +85,13 @@ def paths(kind: Any, tree: Any, before: tuple[str | int, ...] = ()) -> Iterator[
                 yield from paths(inner, held, (*way, *more))
 
 
-def changed(tree: Any, way: tuple[str | int, ...], to: Any) -> Any:
+def with_value(tree: Any, way: tuple[str | int, ...], to: Any) -> Any:
     if not way:
         return to
     first, *rest = way
     if isinstance(tree, list):
-        return [changed(tree[0], tuple(rest), to), *tree[1:]]
-    return {**tree, first: changed(tree.get(first, {}), tuple(rest), to)}
+        return [with_value(tree[0], tuple(rest), to), *tree[1:]]
+    return {**tree, first: with_value(tree.get(first, {}), tuple(rest), to)}
 
 
 EVERY = [(name, way) for name, (kind, _, tree) in FILES.items() for way in paths(kind, tree)]
@@ -102,7 +102,7 @@ def test_a_wrong_value_of_any_key_is_refused(name: str, way: tuple[str | int, ..
     _, make, tree = FILES[name]
     for wrong in OF_EVERY_TYPE:
         try:
-            read: Any = make(changed(tree, way, wrong))
+            read: Any = make(with_value(tree, way, wrong))
         except ConfigError as error:
             message = str(error)
             assert message.startswith("file: "), message
@@ -134,7 +134,7 @@ def test_an_unknown_key_at_any_depth_gets_the_nearest_as_a_hint() -> None:
         with pytest.raises(
             ConfigError, match=f"unknown key `{'.'.join(map(str, near))}`"
         ) as caught:
-            make(changed(tree, tuple(near), 1))
+            make(with_value(tree, tuple(near), 1))
         assert "did you mean" in str(caught.value) or "valid keys are" in str(caught.value)
 
 

@@ -134,40 +134,44 @@ def cuda(monkeypatch):
     return fake.cuda
 
 
-def launched(rank, workers=1):
+def launch_environment(rank, workers=1):
     return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
 
 
 def test_a_local_worker_computes_on_the_device_of_its_rank(cuda):
-    assert own_device("cuda", environ=launched(1, 2)) == CUDA_1
+    assert own_device("cuda", environ=launch_environment(1, 2)) == CUDA_1
     assert cuda.current == 1  # so that the program's own .to("cuda") uses the same device
-    assert own_device("cuda:0", environ=launched(1, 2)) == torch.device("cuda", 0)
+    assert own_device("cuda:0", environ=launch_environment(1, 2)) == torch.device("cuda", 0)
 
 
 def test_a_worker_on_the_device_of_another_is_reported(cuda):
     lines = []
-    assert own_device("cuda:0", lines.append, launched(1, 2)) == torch.device("cuda", 0)
+    assert own_device("cuda:0", lines.append, launch_environment(1, 2)) == torch.device("cuda", 0)
     # Rule 6
     assert lines[0].startswith(
         "worker 1 of 2 on this host computes on cuda:0, which another worker may use"
     )
-    own_device("cuda:1", lines.append, launched(1, 2))
-    own_device("cuda:0", lines.append, launched(0, 1))
+    own_device("cuda:1", lines.append, launch_environment(1, 2))
+    own_device("cuda:0", lines.append, launch_environment(0, 1))
     assert len(lines) == 1
 
 
 def test_a_device_that_the_program_set_is_kept(cuda):
     cuda.current = 1
-    assert own_device("cuda", environ=launched(0, 2)) == CUDA_1
+    assert own_device("cuda", environ=launch_environment(0, 2)) == CUDA_1
 
 
 @pytest.mark.parametrize(
     ("requested", "environ", "message"),
     [
-        ("cuda", launched(2, 3), r"no cuda:2: torch sees 2 cuda devices, but LOCAL_RANK is 2"),
-        ("cuda", launched("x"), r"LOCAL_RANK is not an integer"),
-        ("cuda:5", launched(0), r"cuda:5 is requested, but torch sees 2"),
-        ("xpu", launched(0), r"xpu is not supported, only cuda and cpu are"),
+        (
+            "cuda",
+            launch_environment(2, 3),
+            r"no cuda:2: torch sees 2 cuda devices, but LOCAL_RANK is 2",
+        ),
+        ("cuda", launch_environment("x"), r"LOCAL_RANK is not an integer"),
+        ("cuda:5", launch_environment(0), r"cuda:5 is requested, but torch sees 2"),
+        ("xpu", launch_environment(0), r"xpu is not supported, only cuda and cpu are"),
     ],
 )
 def test_a_missing_device_is_refused(cuda, requested, environ, message):
@@ -177,13 +181,13 @@ def test_a_missing_device_is_refused(cuda, requested, environ, message):
 
 def test_a_cuda_device_without_cuda_is_refused():
     with pytest.raises(ConfigError, match=r"cuda:0 is requested, but torch sees 0 cuda device"):
-        own_device("cuda", environ=launched(0))
+        own_device("cuda", environ=launch_environment(0))
 
 
 def test_workers_that_each_see_one_device_are_reported(monkeypatch):
     monkeypatch.setattr(module, "torch", Torch(1))
     lines = []
-    assert own_device("cuda", lines.append, launched(3, 4)) == torch.device("cuda", 0)
+    assert own_device("cuda", lines.append, launch_environment(3, 4)) == torch.device("cuda", 0)
     assert lines == ["this host has 4 workers and this one sees 1 cuda device, which it uses"]
 
 

@@ -74,7 +74,7 @@ def trees() -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text())) for path in FILES]
 
 
-def imported(tree: ast.AST, *, types_too: bool = False) -> list[tuple[str, int]]:
+def imports_of(tree: ast.AST, *, types_too: bool = False) -> list[tuple[str, int]]:
     """(module, line) of all imports, those under `if TYPE_CHECKING` only with `types_too`;
     `from roadtrain.x import y` counts x.y if a module."""
     skip = {
@@ -114,7 +114,7 @@ def test_imports_only_go_up_the_list() -> None:
     wrong = []
     for path, tree in trees():
         room = room_of(path)
-        for name, line in imported(tree, types_too=room != "__init__"):
+        for name, line in imports_of(tree, types_too=room != "__init__"):
             if not name.startswith("roadtrain."):
                 continue
             target = name.split(".")[1]
@@ -132,7 +132,7 @@ def test_no_import_cycles() -> None:
         name = next(n for n, p in MODULES.items() if p == path)
         edges[name] = {
             n if n in MODULES else n.rpartition(".")[0]
-            for n, _ in imported(tree, types_too=name != "roadtrain.__init__")
+            for n, _ in imports_of(tree, types_too=name != "roadtrain.__init__")
         } & set(MODULES)
     done: set[str] = set()
 
@@ -152,7 +152,7 @@ def test_protocols_import_no_torch_sockets_threads_or_clock() -> None:
         f"{path.relative_to(SRC)}:{line} imports {name}"
         for path, tree in trees()
         if room_of(path) in PURE or "protocol" in path.parts
-        for name, line in imported(tree)
+        for name, line in imports_of(tree)
         if name.split(".")[0] in NEVER_IN_PURE
     ]
     assert not wrong, "\n".join(wrong)

@@ -79,7 +79,7 @@ def test_lines_do_not_depend_on_how_their_bytes_are_split():
         assert splitter.last() == []
 
 
-def ended(run, *ends):
+def ends_that_kill_others(run, *ends):
     """Report the ends of workers. Returns those whose end requires the others to be killed."""
     killing = []
     for name, code, at in ends:
@@ -95,29 +95,29 @@ def run_of(*names, **state):
 
 def test_the_first_worker_that_fails_ends_the_others_and_is_reported():
     run = run_of("a", "b", "c")
-    assert ended(run, ("b", 1, 5.0), ("c", -9, 5.1)) == ["b"]
+    assert ends_that_kill_others(run, ("b", 1, 5.0), ("c", -9, 5.1)) == ["b"]
     assert run.ended() is None
-    assert ended(run, ("a", -9, 5.2)) == []
+    assert ends_that_kill_others(run, ("a", -9, 5.2)) == []
     assert (end := run.ended()) is not None
     assert (end.attempt, end.code, end.first, end.last_line) == (2, 1, "b", "b said")
 
 
 def test_workers_asked_to_end_are_left_alone():
     run = run_of("a", "b", stopping=True)
-    assert ended(run, ("a", 130, 1.0), ("b", 130, 2.0)) == []
+    assert ends_that_kill_others(run, ("a", 130, 1.0), ("b", 130, 2.0)) == []
     assert run.ended().code == 130
 
 
 def test_a_worker_that_does_not_end_with_the_others_is_killed():
     """Rule 5"""
     run = run_of("a", "b")
-    assert ended(run, ("a", 0, 1.0)) == []
+    assert ends_that_kill_others(run, ("a", 0, 1.0)) == []
     assert run.end_late(1.0 + ALL_END_S - 0.1) == ""
     assert "b has not ended" in run.end_late(1.0 + ALL_END_S)
     assert run.end_late(1.0 + ALL_END_S + 1) == ""  # said once
-    assert ended(run, ("b", -9, 70.0)) == []
+    assert ends_that_kill_others(run, ("b", -9, 70.0)) == []
     assert (run.ended().code, run.ended().first) == (-9, "b")
-    assert ended(whole := run_of("a", "b"), ("a", 0, 1.0), ("b", 0, 2.0)) == []
+    assert ends_that_kill_others(whole := run_of("a", "b"), ("a", 0, 1.0), ("b", 0, 2.0)) == []
     assert whole.ended().code == 0
 
 

@@ -99,7 +99,7 @@ def an_engine(run: ResolvedRun, devices: int = 0, **about: Any) -> OneProcess:
     return OneProcess({h.name: replace(seen, name=h.name) for h in run.machines.hosts}, **about)
 
 
-def wrong(run: ResolvedRun, engine: OneProcess) -> str:
+def refusal_of(run: ResolvedRun, engine: OneProcess) -> str:
     with pytest.raises(LaunchError) as caught:
         check(run, engine)
     return str(caught.value)
@@ -134,7 +134,7 @@ def test_a_missing_host_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = an_engine(run)
     del engine.seen["spare0"]
-    assert wrong(run, engine) == (
+    assert refusal_of(run, engine) == (
         "host spare0 (127.0.0.1) cannot be reached; 1 of the plan's 2 hosts are up"
     )
 
@@ -142,14 +142,14 @@ def test_a_missing_host_is_refused(tmp_path: Path) -> None:
 def test_a_plan_for_other_machines(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = OneProcess({"a": HostSeen("a", "127.0.0.1", 0)})
-    assert wrong(run, engine) == (
+    assert refusal_of(run, engine) == (
         "none of the plan's 2 hosts (gpu0, spare0) is up; the engine has 1 other host (a)"
     )
 
 
 def test_a_host_that_does_not_answer(tmp_path: Path) -> None:  # Rule 5
     run = a_run(tmp_path)
-    assert wrong(run, an_engine(run, silent=("gpu0",))) == (
+    assert refusal_of(run, an_engine(run, silent=("gpu0",))) == (
         "host gpu0 does not answer: gpu0 answered nothing within 30 s; is it up?"
     )
 
@@ -157,7 +157,7 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:  # Rule 5
 def test_too_few_devices(tmp_path: Path) -> None:
     run = a_run(tmp_path, workers=2, run={"dir": str(tmp_path / "run"), "device": "cuda"})
     message = "host gpu0 has 1 device, but the plan places 2 workers on it"
-    assert wrong(run, an_engine(run, devices=1)) == message
+    assert refusal_of(run, an_engine(run, devices=1)) == message
     assert check(run, an_engine(run, devices=2)) == []
 
 
@@ -172,7 +172,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
     plan = run.plan_file.plan.changed(host_bytes=1e9)
     run = replace(run, plan_file=replace(run.plan_file, plan=plan))
     message = "host gpu0 has 1.0 GiB of memory, but the plan needs"  # and not the memory that an engine hands out
-    assert wrong(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(message)
+    assert refusal_of(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(message)
 
 
 def with_cluster(run: ResolvedRun, device: str) -> ResolvedRun:
@@ -187,7 +187,7 @@ def with_cluster(run: ResolvedRun, device: str) -> ResolvedRun:
 def test_a_host_whose_devices_are_not_visible(tmp_path: Path) -> None:
     run = with_cluster(a_run(tmp_path), "A100")
     alone = {"spare0": {"machine": "another"}}
-    assert wrong(run, an_engine(run, changed=alone)) == (
+    assert refusal_of(run, an_engine(run, changed=alone)) == (
         "host gpu0 has 0 devices, but the plan places 1 worker on it (A100); run.device ="
         ' "cpu" in the job makes its workers compute on processors'
     )
@@ -209,7 +209,7 @@ def test_a_host_without_the_devices_that_the_others_have(tmp_path: Path) -> None
     run = replace(run, plan_file=plan)
     engine = an_engine(run)
     engine.seen["gpu0"] = replace(engine.seen["gpu0"], devices=1)
-    assert wrong(run, engine).startswith(
+    assert refusal_of(run, engine).startswith(
         "host gpu1 has 0 devices, but the plan places 1 worker on it;"
     )
 
@@ -260,7 +260,7 @@ def test_each_stage_stores_its_part_of_the_model(tmp_path: Path) -> None:
 
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/mnt/store")
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/mnt/store does not exist, nor does its parent"
         f" {tmp_path}/mnt: is the disk mounted?"
     )
@@ -272,20 +272,20 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     message = (
         f"host spare0: store {tmp_path}/file is not writable: {tmp_path}/file is not a directory"
     )
-    assert wrong(run, an_engine(run)) == message
+    assert refusal_of(run, an_engine(run)) == message
 
 
 def test_a_store_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/nope/store")
     run = a_run(tmp_path, f"{tmp_path}/link")
     message = f"host spare0: store {tmp_path}/link is not writable: {tmp_path}/link is a dangling"
-    assert wrong(run, an_engine(run)).startswith(message)
+    assert refusal_of(run, an_engine(run)).startswith(message)
 
 
 def test_a_store_that_is_too_full(tmp_path: Path) -> None:
     huge = {**LLAMA, "hidden_size": 2**20}
     run = a_run(tmp_path, model={"config": huge})
-    message = wrong(run, an_engine(run))
+    message = refusal_of(run, an_engine(run))
     assert message.startswith(f"store {tmp_path}/store on spare0: ")
     assert "will be stored, but" in message and message.endswith("are free")
 
@@ -295,7 +295,7 @@ def test_a_store_that_another_run_uses(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     with closing(Locks([tmp_path / "store"])):
         message = f"host spare0: store {tmp_path}/store is in use by another run"
-        assert wrong(run, an_engine(run)) == message
+        assert refusal_of(run, an_engine(run)) == message
     assert check(run, an_engine(run)) == []
 
 
@@ -312,7 +312,7 @@ def test_a_store_in_use_a_moment_ago_is_waited_for(
 def test_a_store_of_another_model(tmp_path: Path) -> None:
     a_store(tmp_path / "store", width=100)
     run = a_run(tmp_path)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/store is of a different model: the store holds 100"
         f" parameters, but the job's model has {PARAMS:,}"
     )
@@ -322,13 +322,13 @@ def test_a_store_that_is_damaged(tmp_path: Path) -> None:
     a_store(tmp_path / "store")
     (tmp_path / "store" / "gen-1" / "store.json").write_bytes(b"{}")
     run = a_run(tmp_path)
-    assert f"store {tmp_path}/store cannot be opened: " in wrong(run, an_engine(run))
+    assert f"store {tmp_path}/store cannot be opened: " in refusal_of(run, an_engine(run))
 
 
 def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/store belongs to another run: the store is of job {OURS}, at"
         f" step 3, but {tmp_path}/run has no mark of any job; give the plan another directory, or"
         " set run.new_store = true to go on from this store"
@@ -339,7 +339,7 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     ]
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/store belongs to another run: the store is of job {OURS}, at"
         f" step 3, but the run in {tmp_path}/run is of job {THEIRS}, at step 9"
     )
@@ -357,21 +357,21 @@ def test_a_former_worker_host_vouches_for_the_run_of_a_store(tmp_path: Path) -> 
     engine.changed["old"] = {"marked_job": OURS, "marked_step": 3}
     assert any("goes on from" in line for line in check(run, engine))
     engine.changed["old"] = {}
-    assert "belongs to another run" in wrong(run, engine)
+    assert "belongs to another run" in refusal_of(run, engine)
 
 
 def test_stores_of_two_runs(tmp_path: Path) -> None:
     a_store(tmp_path / "a", job=OURS)
     a_store(tmp_path / "b", job=THEIRS)
     run = a_run(tmp_path, f"{tmp_path}/a", f"{tmp_path}/b")
-    assert "the stores belong to 2 different runs: " in wrong(run, an_engine(run))
+    assert "the stores belong to 2 different runs: " in refusal_of(run, an_engine(run))
 
 
 def test_a_store_that_has_vanished(tmp_path: Path) -> None:  # Rule 3
     run = a_run(tmp_path)
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"the run in {tmp_path}/run has committed step 9, but its stores ({tmp_path}/store) are"
         " empty: are their disks mounted?"
     )
@@ -387,7 +387,7 @@ def test_two_servers_in_one_directory(tmp_path: Path, second: str) -> None:
     more = PlanHost("spare1", "spare", "127.0.0.2", servers=places)
     machines = replace(run.machines, hosts=(*run.machines.hosts, more))
     run = replace(run, plan_file=replace(run.plan_file, machines=machines))
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"stores {tmp_path}/a on spare0 and {tmp_path}/{second} on spare1 are the same"
         " directory or nested: each server needs a directory of its own"
     )
@@ -395,7 +395,7 @@ def test_two_servers_in_one_directory(tmp_path: Path, second: str) -> None:
 
 def test_a_store_that_would_be_made_inside_another(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/run/a", f"{tmp_path}/run/a/b", f"{tmp_path}/run/ab")
-    message = wrong(run, an_engine(run))
+    message = refusal_of(run, an_engine(run))
     assert message.startswith(f"stores {tmp_path}/run/a on spare0 and {tmp_path}/run/a/b on spare0")
     assert "\n" not in message
 
@@ -405,7 +405,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     port = run.machines.hosts[1].servers[0].port
     with closing(socket.create_server(("127.0.0.1", port))):
         message = f"host spare0: port {port} of 127.0.0.1 is in use by another process"
-        assert wrong(run, an_engine(run)) == message
+        assert refusal_of(run, an_engine(run)) == message
 
 
 def test_an_address_that_the_host_does_not_have(tmp_path: Path) -> None:
@@ -413,13 +413,13 @@ def test_an_address_that_the_host_does_not_have(tmp_path: Path) -> None:
     port = run.machines.hosts[1].servers[0].port
     run = replace(run, addresses={**run.addresses, "spare0": "198.51.100.1"})
     message = f"port {port} of 198.51.100.1 cannot be bound: this host does not have the address"
-    assert message in wrong(run, an_engine(run))
+    assert message in refusal_of(run, an_engine(run))
 
 
 def test_text_and_tokenizer_that_a_host_lacks(tmp_path: Path) -> None:
     data = {"paths": [f"{tmp_path}/none/*.txt"], "tokenizer": f"{tmp_path}/tokenizer.json"}
     run = a_run(tmp_path, data={**data, "seq_len": 16})
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         "2 problems, nothing is started:\n"
         f"  host gpu0 does not have {tmp_path}/none/*.txt, which the job names\n"
         f"  host gpu0 does not have {tmp_path}/tokenizer.json, which the job names"

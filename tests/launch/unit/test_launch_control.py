@@ -52,7 +52,7 @@ def test_a_home_holds_the_record_state_and_token_of_a_launch(home: RunHome) -> N
         RunHome(home.path.with_name("other")).record()
 
 
-def damaged(path: Path, how: str) -> None:
+def damage(path: Path, how: str) -> None:
     whole = path.read_bytes()
     content = {
         "empty": b"",
@@ -71,12 +71,12 @@ def test_a_damaged_state_is_replaced_by_the_previous_one(home: RunHome, how: str
     home.write_state(RunState(phase="going", attempt=2, step=7))
     lines: list[str] = []
     assert home.state(lines.append).step == 7 and not lines
-    damaged(home.path / "state.json", how)
+    damage(home.path / "state.json", how)
     state = home.state(lines.append)
     assert (state.phase, state.step) == ("unknown", 3) and state.stamps[StartPhase.LAUNCHED] == 1.5
     assert state.attempt == 2  # the lost state may have begun this attempt
     assert lines and "state.before.json is used" in lines[0]
-    damaged(home.path / "state.before.json", how)
+    damage(home.path / "state.before.json", how)
     state = home.state(lines.append)
     assert (state.phase, state.attempt, state.step) == ("unknown", 0, 0)
     assert (
@@ -93,16 +93,16 @@ def test_a_damaged_state_is_replaced_by_the_previous_one(home: RunHome, how: str
 def test_the_state_of_an_earlier_run_of_the_same_name_is_not_used(home: RunHome) -> None:
     home.write_state(RunState(phase="ended", attempt=5, step=90))
     home.write(RECORD, "plan", "job")
-    damaged(home.path / "state.json", "empty")
+    damage(home.path / "state.json", "empty")
     assert home.state().step == 0
 
 
 def test_a_damaged_state_does_not_overwrite_the_previous_one(home: RunHome) -> None:
     home.write_state(RunState(step=3))
     home.write_state(RunState(step=7))
-    damaged(home.path / "state.json", "flipped")
+    damage(home.path / "state.json", "flipped")
     home.write_state(RunState(step=8))
-    damaged(home.path / "state.json", "empty")
+    damage(home.path / "state.json", "empty")
     assert home.state().step == 3
 
 
@@ -200,14 +200,14 @@ def test_a_launcher_greets_the_next_supervisor_too(home: RunHome) -> None:
         greeting.say()  # nobody listens yet
         for _ in range(2):
             with ControlSocket(home) as control:
-                assert heard_hello(control, greeting)
+                assert hello_arrives(control, greeting)
                 greeting.say()
                 assert not control.requests()
     with ControlSocket(home) as control:
         assert not control.requests() and not control.greeted
 
 
-def heard_hello(control: ControlSocket, greeting: LauncherHello) -> bool:
+def hello_arrives(control: ControlSocket, greeting: LauncherHello) -> bool:
     thread = threading.Thread(target=greeting.say)
     thread.start()
     deadline = time.monotonic() + 10
@@ -252,13 +252,13 @@ def test_an_interrupted_launch_is_no_run(home: RunHome, monkeypatch: pytest.Monk
     record = LaunchRecord(name=home.name, engine="here", launched=1.0, directory="/")
     home.write(record, "a plan", "a job")
     assert home.exists
-    monkeypatch.setattr(RunHome, "write_record", cut_off)
+    monkeypatch.setattr(RunHome, "write_record", interrupt)
     with pytest.raises(KeyboardInterrupt):
         home.write(record, "another plan", "another job")
     assert not home.exists
 
 
-def cut_off(*_: object) -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 

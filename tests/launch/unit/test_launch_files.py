@@ -76,28 +76,28 @@ def a_run(
     return resolve(plan, job or make_job(JOB), name="tiny", addresses={}, token=TOKEN)
 
 
-def served() -> ResolvedRun:
+def served_run() -> ResolvedRun:
     """Two servers on spare hosts, one of them in memory."""
     other = PlanHost("spare1", "spare", "10.0.0.10", servers=(IN_MEMORY,))
     return a_run("server", (SERVER, other), parallelism=Parallelism(dp=3))
 
 
-def staged() -> ResolvedRun:
+def staged_run() -> ResolvedRun:
     """Two stages, one of each cluster."""
     return a_run("zero1", (), parallelism=Parallelism(pp=2, widths=(2, 1)), num_microbatches=4)
 
 
-def switched() -> ResolvedRun:
+def switched_run() -> ResolvedRun:
     tor = PlanHost("tor", "spare", "10.0.0.1", switch=SwitchPlace(7100, "tor"))
     return a_run("optimizer-node", (SERVER, tor), parallelism=Parallelism(dp=3))
 
 
-def summed() -> ResolvedRun:
+def summed_run() -> ResolvedRun:
     spare = PlanHost("spare0", "spare", "10.0.0.9", reducer=7003)
     return a_run("summation", (spare,), parallelism=Parallelism(dp=3))
 
 
-RUNS = [served, staged, switched, summed]
+RUNS = [served_run, staged_run, switched_run, summed_run]
 
 
 @pytest.fixture(params=RUNS, ids=lambda make: make.__name__)
@@ -200,7 +200,7 @@ def run_after_preamble(script: str, then: str) -> list[str]:
 
 def test_each_host_finds_its_rank_in_the_plan() -> None:
     """The shell on each host looks up its rank in the plan, whatever order Slurm chose."""
-    script = slurm_script(served())
+    script = slurm_script(served_run())
     for host, line in (("gpu-b", "0 2"), ("gpu-a.rack_1", "1 1")):
         then = f'SLURMD_NODENAME={host}; eval "$places"; echo $rank $workers'
         assert run_after_preamble(script, then) == [line]
@@ -218,7 +218,7 @@ def test_workers_get_their_command_line_unchanged_by_the_shell() -> None:
 
 def test_hosts_with_different_gpu_counts_form_separate_components() -> None:
     """Slurm applies a component's count to all its nodes, so hosts that only serve need their own."""
-    script = slurm_script(served())
+    script = slurm_script(served_run())
     parts = re.split("^#SBATCH hetjob$", script, flags=re.MULTILINE)
     requests = [
         re.findall(r"^#SBATCH --(?:nodelist|gres)=(.*)", part, re.MULTILINE) for part in parts
@@ -240,7 +240,7 @@ def test_hosts_with_different_gpu_counts_form_separate_components() -> None:
 
 
 def test_a_job_on_identical_hosts_has_no_components() -> None:
-    run = served()
+    run = served_run()
     script = slurm_script(replace(run, job=run.job.changed({"run.device": "cpu"})))
     assert run_after_preamble(script, 'printf "%s\\n" "${worker_steps[@]}"') == [
         "gpu-b,gpu-a.rack_1"
@@ -263,7 +263,7 @@ def test_a_job_on_identical_hosts_has_no_components() -> None:
 def test_gpus_are_requested_if_the_job_or_the_cluster_has_them(
     stated: str, cluster: Any, requested: bool, device: str
 ) -> None:  # Rule 6
-    run = served()
+    run = served_run()
     run = replace(run, plan_file=replace(run.plan_file, cluster=cluster))
     run = replace(run, job=run.job.changed({"run.device": stated}))
     assert gpus_of(run) == ({"gpu-b": 2, "gpu-a.rack_1": 1} if requested else {})
@@ -275,7 +275,7 @@ def test_gpus_are_requested_if_the_job_or_the_cluster_has_them(
 
 
 def test_the_token_is_in_a_separate_file(tmp_path: Path) -> None:  # Rule 8
-    write_slurm(served(), tmp_path)
+    write_slurm(served_run(), tmp_path)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     others = [path for path in tmp_path.iterdir() if path.name != "token"]
     assert {path.name for path in others} == {"job.toml", "run.sbatch"}
@@ -283,7 +283,7 @@ def test_the_token_is_in_a_separate_file(tmp_path: Path) -> None:  # Rule 8
 
 
 def test_slurm_starts_each_service_with_its_command_line() -> None:
-    run = switched()
+    run = switched_run()
     script = slurm_script(run)
     for process in run.services():
         assert f"{process.host} python {' '.join(process.words)} &" in script
@@ -375,7 +375,7 @@ def test_each_file_that_a_command_names_is_mounted(
 
 def test_the_reducers_file_is_mounted_so_that_kubernetes_updates_it() -> None:
     """A mount of a single file (`subPath`) would never change."""
-    run = summed()
+    run = summed_run()
     _, settings, *_, job = kubernetes_objects(run, "x")
     assert settings["data"]["reducers.txt"] == "10.0.0.9:7003\n"
     mounts = pod_of(job)["spec"]["containers"][0]["volumeMounts"]
@@ -384,17 +384,17 @@ def test_the_reducers_file_is_mounted_so_that_kubernetes_updates_it() -> None:
 
 
 def test_pods_request_the_gpus_of_their_workers() -> None:
-    jobs = [job for job in kubernetes_objects(served(), "x") if job["kind"] == "Job"]
+    jobs = [job for job in kubernetes_objects(served_run(), "x") if job["kind"] == "Job"]
     limits = [pod_of(job)["spec"]["containers"][0]["resources"]["limits"] for job in jobs]
     assert limits == [{"nvidia.com/gpu": 2}, {"nvidia.com/gpu": 1}]
-    run = served()
+    run = served_run()
     on_cpu = replace(run, job=run.job.changed({"run.device": "cpu"}))
     for tree in kubernetes_objects(on_cpu, "x"):
         assert "resources" not in str(tree)
 
 
 def test_workers_have_the_ranks_of_the_plan() -> None:
-    jobs = [job for job in kubernetes_objects(staged(), "x") if job["kind"] == "Job"]
+    jobs = [job for job in kubernetes_objects(staged_run(), "x") if job["kind"] == "Job"]
     commands = [" ".join(pod_of(job)["spec"]["containers"][0]["command"]) for job in jobs]
     assert "--node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.3" in commands[0]
     assert "--node-rank=1 --nproc-per-node=1 --master-addr=10.0.0.3" in commands[1]
@@ -403,7 +403,7 @@ def test_workers_have_the_ranks_of_the_plan() -> None:
 def test_a_switch_has_a_udp_port_for_each_job() -> None:
     (switch,) = [
         tree
-        for tree in kubernetes_objects(switched(), "x")
+        for tree in kubernetes_objects(switched_run(), "x")
         if tree["metadata"]["labels"].get("app.kubernetes.io/component") == "switch-tor"
     ]
     ports = pod_of(switch)["spec"]["containers"][0]["ports"]
@@ -413,7 +413,7 @@ def test_a_switch_has_a_udp_port_for_each_job() -> None:
 
 def test_only_directories_that_a_run_writes_are_created_on_a_node() -> None:
     """A missing data directory must not be replaced by an empty one (Rule 6)."""
-    (job, *_) = [tree for tree in kubernetes_objects(served(), "x") if tree["kind"] == "Job"]
+    (job, *_) = [tree for tree in kubernetes_objects(served_run(), "x") if tree["kind"] == "Job"]
     volumes = pod_of(job)["spec"]["volumes"]
     kinds = {
         volume["hostPath"]["path"]: volume["hostPath"]["type"]
@@ -480,7 +480,7 @@ def test_names_and_labels_of_all_objects_are_valid(name: str) -> None:
 
 
 def write(kind: str, out: Path) -> None:
-    write_slurm(served(), out) if kind == "slurm" else write_kubernetes(served(), out, "x")
+    write_slurm(served_run(), out) if kind == "slurm" else write_kubernetes(served_run(), out, "x")
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ def test_files_that_roadtrain_wrote_are_overwritten(tmp_path: Path, kind: str) -
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     if kind == "slurm":
         written = load_job(tmp_path / "job.toml")
-        assert written.to_toml() == with_device(served()).job.to_toml()
+        assert written.to_toml() == with_device(served_run()).job.to_toml()
         (tmp_path / "job.toml").write_text("# the user's")
         with pytest.raises(ConfigError, match=r"job\.toml exists and was not written"):
             write(kind, tmp_path)
@@ -523,7 +523,7 @@ def test_files_that_roadtrain_wrote_are_overwritten(tmp_path: Path, kind: str) -
 
 @pytest.mark.parametrize("write", [slurm_script, lambda run: kubernetes_objects(run, "x")])
 def test_a_store_that_would_be_new_at_each_start_is_refused(write: Any) -> None:  # Rule 3
-    run = served()
+    run = served_run()
     with pytest.raises(ConfigError, match=r"new_store is true.*\n.*leave run\.new_store out"):
         write(replace(run, job=run.job.changed({"run.new_store": True})))
 
@@ -536,5 +536,8 @@ def test_a_host_name_that_is_no_node_name_is_refused(name: str) -> None:
 
 
 def test_unused_spare_hosts_are_reported(tmp_path: Path) -> None:  # Rule 6
-    for line in (write_slurm(served(), tmp_path), write_kubernetes(served(), tmp_path, "x")):
+    for line in (
+        write_slurm(served_run(), tmp_path),
+        write_kubernetes(served_run(), tmp_path, "x"),
+    ):
         assert "spare hosts are not used: gpu9" in line

@@ -94,7 +94,7 @@ def planned_on(names: list[str], kind: str) -> Machines:
     )
 
 
-def seen(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
+def measured_links(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
     """Links between all pairs of hosts, each as fast as the slower of both cards."""
     return tuple(
         MeasuredLink(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
@@ -108,7 +108,7 @@ def test_a_slow_host_becomes_a_separate_kind_and_its_peers_keep_theirs() -> None
     cluster = cluster_of([100], count=4)
     machines = planned_on(["a", "b", "c", "d"], "g0")
     rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}
-    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
+    found, changes = measured_cluster(cluster, machines, measured_links(rates, 0.9), {}, 0.9)
     assert [host.name for host in found.hosts] == ["a", "b", "c", "d"]
     got = [round(host.nics[0].total / MBIT) for host in found.hosts]
     assert got == [100, 25, 100, 100]  # rates within 15 % of the file's are kept
@@ -121,7 +121,7 @@ def test_rates_near_the_planned_ones_leave_the_cluster_unchanged() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     rates = dict.fromkeys("abc", 90.0)
-    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
+    found, changes = measured_cluster(cluster, machines, measured_links(rates, 0.9), {}, 0.9)
     assert found is cluster and not changes
 
 
@@ -132,7 +132,7 @@ def test_the_slower_direction_of_a_card_counts() -> None:
         MeasuredLink(
             link.sender, link.receiver, link.rate / (4 if link.receiver == "b" else 1), 0.0
         )
-        for link in seen(dict.fromkeys("abc", 100.0), 0.9)
+        for link in measured_links(dict.fromkeys("abc", 100.0), 0.9)
     ]
     found, _ = measured_cluster(cluster, machines, tuple(links), {}, 0.9)
     assert [round(host.nics[0].total / MBIT) for host in found.hosts] == [100, 25, 100]
@@ -164,7 +164,7 @@ def test_servers_with_equal_shares_get_the_rate_of_the_slowest() -> None:
         PlanHost(name="spare0", kind="spare", address="a", servers=served),
         PlanHost(name="spare1", kind="spare", address="b", servers=served),
     )
-    links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
+    links = measured_links({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 0.9)
     assert list(changes) == ["hosts.spare1.nics"]  # no peer is as fast as gpu
     assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
@@ -240,14 +240,14 @@ def test_arrangements_of_many_hosts_are_bounded_and_move_the_slow_ones_to_an_end
     assert any(arrangement.cluster.workers[-1].name == "g7" for arrangement in found)
 
 
-def searched(cluster: Cluster) -> SearchResult:
+def search_all(cluster: Cluster) -> SearchResult:
     model = from_config(LLAMA, seq_len=128)
     return search(cluster, model, Constants(), batch=16, placements=["zero1"], explain=False)
 
 
 def test_a_slowed_card_in_the_middle_of_a_pipeline_is_planned_away() -> None:
     cluster = cluster_of([100, 25, 100, 100])
-    found, as_given = best_arrangement(cluster, searched), searched(cluster).pick
+    found, as_given = best_arrangement(cluster, search_all), search_all(cluster).pick
     assert as_given is not None and found.answer.pick is not None
     assert found.answer.pick.score < 0.9 * as_given.score
     assert found.arrangement.cluster.workers[1].name != "g1"
@@ -345,20 +345,22 @@ def with_a_spare(cluster: Cluster) -> Cluster:
 DP4 = Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4)
 
 
-def launched(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
+def write_launch(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
     """Write what a launch of the plan leaves in its home, with measurements: the card of gpu1 runs at
     a quarter of its rate."""
     result = simulate(plan, cluster, from_config(LLAMA, seq_len=128), Constants(), checked=False)
     file = PlanFile(plan, machines_of(plan, cluster), predicted_of(result), cluster)
     record = LaunchRecord(name=home.name, engine="here", launched=time.time(), directory="/")
     home.write(record, file.to_toml(), tomli_w.dumps(JOB))
-    measured_again(home)
+    write_measurements(home)
     return file
 
 
-def measured_again(home: RunHome) -> None:
+def write_measurements(home: RunHome) -> None:
     rates = {f"gpu{number}": 25.0 if number == 1 else 100.0 for number in range(4)}
-    links = tuple((link.sender, link.receiver, link.rate, 1e-4) for link in seen(rates, 0.9))
+    links = tuple(
+        (link.sender, link.receiver, link.rate, 1e-4) for link in measured_links(rates, 0.9)
+    )
     home.measured_path.write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
 
 
@@ -385,7 +387,7 @@ def gpus() -> Cluster:
 def test_a_slowed_link_gives_a_new_plan_of_the_same_hosts_and_keeps_the_old_file(
     home: RunHome,
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     lines: list[str] = []
     assert replan(home, ReplanOptions(), pytest.fail, lines.append) == 0
     new = load_plan_file(home.plan_path)
@@ -401,7 +403,7 @@ def test_a_slowed_link_gives_a_new_plan_of_the_same_hosts_and_keeps_the_old_file
 def test_a_dry_run_keeps_the_plan_and_writes_the_new_one_to_the_given_file(
     home: RunHome, tmp_path: Path
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     options = ReplanOptions(dry_run=True, write_plan=str(tmp_path / "new.toml"))
     replan(home, options, pytest.fail, lambda _: None)
     assert load_plan_file(home.plan_path) == old
@@ -409,10 +411,10 @@ def test_a_dry_run_keeps_the_plan_and_writes_the_new_one_to_the_given_file(
 
 
 def test_a_slightly_better_plan_is_not_adopted(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     after = home.plan_path.read_text()
-    measured_again(home)
+    write_measurements(home)
     lines: list[str] = []
     replan(home, ReplanOptions(), pytest.fail, lines.append)
     assert home.plan_path.read_text() == after
@@ -420,21 +422,21 @@ def test_a_slightly_better_plan_is_not_adopted(home: RunHome) -> None:
 
 
 def test_a_run_without_measurements_is_refused_with_a_hint(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.measured_path.unlink()
     with pytest.raises(LaunchError, match=r"is not running.*\n.*--resume again, then --replan"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
 
 
 def test_another_placement_needs_a_new_run(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     with pytest.raises(ConfigError, match="--new-run NAME"):
         replan(home, ReplanOptions(placements=("server",)), pytest.fail)
 
 
 def test_measurements_belong_to_the_plan_they_were_made_under(home: RunHome) -> None:
     """Otherwise a host at half its planned speed would be planned at a quarter next time."""
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     assert not home.measured_path.exists()
     after = home.plan_path.read_text()
@@ -444,7 +446,7 @@ def test_measurements_belong_to_the_plan_they_were_made_under(home: RunHome) -> 
 
 
 def test_without_link_measurements_the_plan_stays_and_the_gap_is_reported(home: RunHome) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     slower = [
         MeasuredWorker(
             f"gpu{rank}",
@@ -467,7 +469,7 @@ def test_without_link_measurements_the_plan_stays_and_the_gap_is_reported(home: 
 
 def test_a_run_continues_on_the_hosts_that_hold_its_state(home: RunHome) -> None:
     """Other hosts in the same number are refused."""
-    file = launched(home, gpus(), DP4)
+    file = write_launch(home, gpus(), DP4)
     run = planned_run(home)
     two = tuple(host for host in run.machines.hosts if host.name in ("gpu0", "gpu1"))
     old = file.plan.changed(parallelism=Parallelism(dp=2), num_microbatches=8)
@@ -482,7 +484,7 @@ def test_a_run_continues_on_the_hosts_that_hold_its_state(home: RunHome) -> None
 
 
 def test_a_run_keeps_its_delay_and_compression(home: RunHome) -> None:  # Rule 2
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     run = planned_run(home)
     cluster = with_a_spare(run.cluster)
 
@@ -507,7 +509,7 @@ def test_a_run_keeps_its_delay_and_compression(home: RunHome) -> None:  # Rule 2
 
 def test_a_new_run_shares_no_store_with_the_old_one(home: RunHome, tmp_path: Path) -> None:
     served = Plan(placement("server"), Parallelism(dp=4), num_microbatches=4)
-    old = launched(home, with_a_spare(gpus()), served)
+    old = write_launch(home, with_a_spare(gpus()), served)
     path = tmp_path / "new.toml"
     options = ReplanOptions(new_run="other", placements=("server",), write_plan=str(path))
     replan(home, options, pytest.fail, lambda _: None)
@@ -552,7 +554,7 @@ class Paused:
                 time.sleep(0.01)
             self.home.write_state(RunState(phase="ending"))
             time.sleep(0.1)
-            measured_again(self.home)
+            write_measurements(self.home)
             self.home.write_state(RunState(phase="ended", code=130, why=self.why))
         self.ended.set()
 
@@ -607,7 +609,7 @@ def test_a_run_continues_with_its_launch_options(
     home: RunHome, options: dict[str, Any], recorded: str, started: tuple[str, bool]
 ) -> None:
     """A run that ends with its launcher gets this command as its new launcher, even in a dry run."""
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     if recorded == "stop":
         ends_with_its_launcher(home)
     with Paused(home) as run:
@@ -619,14 +621,14 @@ def test_a_run_continues_with_its_launch_options(
 
 @pytest.mark.usefixtures("no_supervisor")
 def test_a_dry_run_ends_once_the_run_has_continued_or_failed(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     refused = RunState(phase="ended", code=2, why="port 7000 is taken")
     with Paused(home, after=refused) as run:
         assert run.replan(dry_run=True) == 2
     assert run.lines[-1] == "run again has ended: port 7000 is taken"
     home.write_state(RunState(phase="starting"))
     with Paused(home, after=RunState(phase="going")) as run:
-        checking = threading.Thread(target=checked_later, args=(home,))
+        checking = threading.Thread(target=check_later, args=(home,))
         checking.start()
         assert run.replan(dry_run=True) == 0
         assert StartPhase.CHECKED in home.state().stamps
@@ -635,7 +637,7 @@ def test_a_dry_run_ends_once_the_run_has_continued_or_failed(home: RunHome) -> N
 
 @pytest.mark.usefixtures("no_supervisor")
 def test_a_run_continues_with_its_old_plan_if_the_new_plan_is_refused(home: RunHome) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     plans: list[PlanFile] = []
     with Paused(home) as run:
         going = run.after
@@ -651,7 +653,7 @@ def test_a_run_continues_with_its_old_plan_if_the_new_plan_is_refused(home: RunH
     assert "the old plan: port 7000 is taken" in run.lines[-1]
 
 
-def checked_later(home: RunHome) -> None:
+def check_later(home: RunHome) -> None:
     """Record, a little later, that the run was checked, as a newly started supervisor does."""
     while home.state().phase != "going":
         time.sleep(0.02)
@@ -662,14 +664,14 @@ def checked_later(home: RunHome) -> None:
 @pytest.mark.usefixtures("no_supervisor")
 @pytest.mark.parametrize("why", ["the user asked for it", "all workers are done"])
 def test_a_run_that_ended_by_itself_is_not_continued(home: RunHome, why: str) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     with Paused(home, why) as run:
         assert run.replan() == 130
     assert not run.gone_on and load_plan_file(home.plan_path) == old
     assert f"and is not resumed: {why} (`roadtrain launch --resume again`" in run.lines[-1]
 
 
-def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the next step of `--replan` starts nothing."""
     monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
     assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
@@ -679,17 +681,17 @@ def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_stopped_while_it_is_replanned_stays_stopped(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="ended", code=130, why=PLANNED_ANEW))
     assert run_verbs.stop_run(home.name) == 0
-    stays_stopped(home, monkeypatch)
+    assert_stays_stopped(home, monkeypatch)
 
 
 def test_a_run_stopped_while_its_links_are_measured_stays_stopped(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor holds the lock but no longer accepts requests."""
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="ending"))
     measuring = threading.Event()
 
@@ -704,13 +706,13 @@ def test_a_run_stopped_while_its_links_are_measured_stays_stopped(
     assert measuring.wait(10)
     assert run_verbs.stop_run(home.name) == 0
     supervisor.join(10)
-    stays_stopped(home, monkeypatch)
+    assert_stays_stopped(home, monkeypatch)
 
 
 def test_a_run_that_continued_before_the_stop_request_gets_the_request_again(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="going"))
     alive, answers = [True, True, False, False, False], [False, True]
     monkeypatch.setattr(run_verbs, "is_alive", lambda _: alive.pop(0))
@@ -724,7 +726,7 @@ def test_a_stop_does_not_wait_for_another_start_of_the_run(
     home: RunHome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is resumed between two checks of the command."""
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="going"))
     monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: True)
     monkeypatch.setattr(run_verbs, "STOPS_S", 1.0)
@@ -760,7 +762,7 @@ def test_after_an_error_in_replan_the_run_still_ends_and_continues(
     message: str,
 ) -> None:
     """Including an error while the run still stops and measures."""
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     if recorded == "stop":
         ends_with_its_launcher(home)
 
@@ -787,7 +789,7 @@ def test_after_an_error_in_replan_the_run_still_ends_and_continues(
 def test_a_run_that_cannot_be_replanned_is_refused_before_it_is_stopped(
     home: RunHome, lacking: str
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     home.plan_path.write_text(replace(old, **{lacking: None}).to_toml())
     with Paused(home) as run:
         with pytest.raises(ConfigError, match="lacks machines or a cluster"):
@@ -798,7 +800,7 @@ def test_a_run_that_cannot_be_replanned_is_refused_before_it_is_stopped(
 def test_hosts_missing_from_the_cluster_are_refused_before_the_run_is_stopped(
     home: RunHome,
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     assert old.machines is not None
     hosts = tuple(replace(host, name=f"mine{n}") for n, host in enumerate(old.machines.hosts))
     machines = replace(old.machines, hosts=hosts)
@@ -813,7 +815,7 @@ def test_hosts_missing_from_the_cluster_are_refused_before_the_run_is_stopped(
 
 
 def test_a_run_tied_to_its_launcher_is_not_replanned_detached(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     ends_with_its_launcher(home)
     with Paused(home) as run:
         with pytest.raises(ConfigError, match=r"ends with its launcher .this command"):
@@ -825,7 +827,7 @@ def test_a_run_whose_supervisor_is_being_restarted_is_alive(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Ray: the plan of such a run is not replaced."""
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     home.write_record(msgspec.structs.replace(home.record(), engine="again"))
     kind = EngineKind("", alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)

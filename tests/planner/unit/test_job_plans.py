@@ -72,7 +72,7 @@ def plan(name: str, **changes: Any) -> Plan:
     return Plan(placement(name), Parallelism(dp=2)).changed(**changes)
 
 
-def fitted(job_plans: JobPlans, name: str, **changes: Any) -> Plan:
+def fitted_plan(job_plans: JobPlans, name: str, **changes: Any) -> Plan:
     found = job_plans.fitted(plan(name, **changes))
     assert isinstance(found, Plan), found
     return found
@@ -89,17 +89,19 @@ def test_the_batch_is_that_of_a_single_process() -> None:
 
 def test_a_plan_uses_the_numbers_of_the_job(files: tuple[Path, Path]) -> None:  # Rule 2
     """Dtype, clipping and compression come from the job, not from the candidate."""
-    plain = fitted(plans(files), "server", update_at="step")
+    plain = fitted_plan(plans(files), "server", update_at="step")
     assert plain.sizes.parameter_bytes == plain.sizes.gradient_bytes == 4
     assert (plain.sizes.state_bytes, plain.update_at) == (8, "gradient")
     assert plain.activation_checkpointing and not plain.staleness and plain.keep is None
     model = {"config": {"model_type": "llama"}, "dtype": "bf16"}
     own = {"model": model, "optimizer": {"clip_norm": 1.0, "name": "lion", "delay": 1}}
-    made = fitted(plans(files, **own, compress={"keep": 0.1}), "server")
+    made = fitted_plan(plans(files, **own, compress={"keep": 0.1}), "server")
     assert made.sizes.parameter_bytes == 2 and made.sizes.state_bytes == 8  # 4, and a copy
     assert (made.update_at, made.staleness, made.keep) == ("step", 1, 0.1)
-    assert fitted(plans(files, compress={"downcast": "bf16"}), "server").sizes.gradient_bytes == 2
-    assert fitted(plans(files), "zero1").sizes.gradient_bytes == 4
+    assert (
+        fitted_plan(plans(files, compress={"downcast": "bf16"}), "server").sizes.gradient_bytes == 2
+    )
+    assert fitted_plan(plans(files), "zero1").sizes.gradient_bytes == 4
 
 
 @pytest.mark.parametrize(
@@ -124,14 +126,14 @@ def test_candidates_that_contradict_the_job_are_refused(
 
 def test_degrees_that_the_job_states_are_kept(files: tuple[Path, Path]) -> None:
     stated = plans(files, parallelism={"dp": 2, "stages": "measured"})
-    assert fitted(stated, "zero1").parallelism.dp == 2
+    assert fitted_plan(stated, "zero1").parallelism.dp == 2
     even = plans(files, parallelism={"pp": 2, "stages": [1, 31]})
     ranks = Parallelism(pp=2, stages=(15, 17))
-    assert fitted(even, "zero1", parallelism=ranks).parallelism.stages == (1, 31)
+    assert fitted_plan(even, "zero1", parallelism=ranks).parallelism.stages == (1, 31)
     measured = plans(files, parallelism={"pp": 2, "stages": "measured"})
-    assert fitted(measured, "zero1", parallelism=ranks).parallelism.stages == ()
+    assert fitted_plan(measured, "zero1", parallelism=ranks).parallelism.stages == ()
     wide = plans(files, parallelism={"pp": 2, "widths": [1, 1]})
-    assert fitted(wide, "zero1", parallelism=ranks).parallelism == Parallelism(pp=2)
+    assert fitted_plan(wide, "zero1", parallelism=ranks).parallelism == Parallelism(pp=2)
 
 
 def test_stages_of_other_widths_share_the_micro_batches_of_a_step() -> None:
@@ -156,7 +158,7 @@ def test_a_degree_stated_at_its_default_still_counts_as_stated(files: tuple[Path
 def test_micro_batches_of_a_step_are_no_degree(files: tuple[Path, Path]) -> None:
     """The plan splits the samples of a step into micro-batches itself."""
     stated = job(data={"batch_size": 4}, parallelism={"dp": 2, "num_microbatches": 8})
-    made = fitted(JobPlans(stated, load_cluster(files[0])), "zero1", num_microbatches=16)
+    made = fitted_plan(JobPlans(stated, load_cluster(files[0])), "zero1", num_microbatches=16)
     assert made.samples == 32
     found = PlanFile(made, machines_of(made, load_cluster(files[0])))
     check_batch(found, stated)

@@ -57,7 +57,7 @@ def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> messages.Pu
     return messages.Push(chunk.id, memory, **fields)
 
 
-def received(chunk: Chunk, values: np.ndarray, dtype: str) -> np.ndarray:
+def widened(chunk: Chunk, values: np.ndarray, dtype: str) -> np.ndarray:
     dtype = dtype or chunk.dtype
     return reference_widen(reference_downcast(values, dtype), dtype)
 
@@ -89,14 +89,12 @@ def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]
     for i, dtype in enumerate(dtypes):
         values = numbers(chunk, i)
         sums, kept = grads.hold(push_of(chunk, values, dtype, fresh=i == 0, keep=keep, ticket=i))
-        expected = (
-            expected + received(chunk, values, dtype) if i else received(chunk, values, dtype)
-        )
+        expected = expected + widened(chunk, values, dtype) if i else widened(chunk, values, dtype)
         assert sums.tobytes() == squares(chunk, expected).tobytes()
         assert kept == (keep and i == 0)
     assert grads.total_sums(chunk.id).tobytes() == squares(chunk, expected).tobytes()
     assert result_of(grads, chunk).tobytes() == expected.tobytes()
-    assert len(dtypes) == 1 or expected.tobytes() != received(chunk, expected, "bf16").tobytes(), (
+    assert len(dtypes) == 1 or expected.tobytes() != widened(chunk, expected, "bf16").tobytes(), (
         "fp32 holds more"
     )
 
@@ -122,7 +120,7 @@ def test_workers_are_summed_in_order_in_fp32(
             grads.hold(
                 push_of(chunk, values, dtype, fresh=i == 0, keep=place == "kept", worker=worker)
             )
-            got = received(chunk, values, dtype)
+            got = widened(chunk, values, dtype)
             mine = got if mine is None else mine + got
         of_workers.append(mine)
     hosts = [of_workers[i : i + local] for i in range(0, 4, local)] if local > 1 else [of_workers]
@@ -143,7 +141,7 @@ def test_a_spilled_push_is_unchanged(keep: bool) -> None:
     grads.hold(push_of(chunk, values[0], "bf16", keep=keep, worker=0))
     for lane, push in enumerate(early, 2):
         grads.hold(replace(push, grad=None, spill_slot=lane))
-    first, *second = [received(chunk, v, "bf16") for v in values]
+    first, *second = [widened(chunk, v, "bf16") for v in values]
     assert result_of(grads, chunk).tobytes() == (first + (second[0] + second[1])).tobytes()
 
 
@@ -152,16 +150,16 @@ def test_a_fresh_gradient_replaces_the_wider_sum() -> None:
     grads = PushedGradients({chunk.id: chunk}, None, 2, chunk.weights_nbytes, 1)
     for i, fresh in enumerate((True, False, True)):
         grads.hold(push_of(chunk, numbers(chunk, i), "fp16", fresh=fresh, keep=True))
-    assert result_of(grads, chunk).tobytes() == received(chunk, numbers(chunk, 2), "fp16").tobytes()
+    assert result_of(grads, chunk).tobytes() == widened(chunk, numbers(chunk, 2), "fp16").tobytes()
 
 
 def test_gradients_of_16_bit_parameters_add_up_rounded() -> None:
     chunk = chunk_of("bf16")
     grads = PushedGradients({chunk.id: chunk}, Spill(), 2, 4 * chunk.numel, 1)  # type: ignore[arg-type]
-    a, b = (received(chunk, numbers(chunk, i), "bf16") for i in (0, 1))
+    a, b = (widened(chunk, numbers(chunk, i), "bf16") for i in (0, 1))
     for i, values in enumerate((a, b)):
         grads.hold(push_of(chunk, values, "", fresh=i == 0))
-    assert result_of(grads, chunk).tobytes() == received(chunk, a + b, "bf16").tobytes()
+    assert result_of(grads, chunk).tobytes() == widened(chunk, a + b, "bf16").tobytes()
 
 
 @pytest.mark.parametrize("n", [1, 2048, SEGMENT, SEGMENT + 1, 4 * SEGMENT - 3])

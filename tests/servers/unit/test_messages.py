@@ -153,7 +153,7 @@ def test_any_push_header_has_a_size_that_fits_or_is_refused(
             assert dtype in ("", "bf16", "fp16")
 
 
-def encoded(values: list[Any]) -> bytes:
+def encode(values: list[Any]) -> bytes:
     try:
         return m.encode(tuple(values))
     except (OverflowError, msgspec.MsgspecError):
@@ -166,7 +166,7 @@ pushes = st.tuples(
 
 
 @given(
-    st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encoded))
+    st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encode))
 )
 def test_any_bytes_as_a_header_are_a_header_or_a_wire_error(raw: bytes) -> None:
     at, posted = connection()

@@ -16,7 +16,7 @@ from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, kind: type) -> set[tuple[Any, Any]]:
+def record_transitions(monkeypatch: pytest.MonkeyPatch, kind: type) -> set[tuple[Any, Any]]:
     """Record (phase, next phase) of all objects of `kind` from now on."""
     seen: set[tuple[Any, Any]] = set()
     enter = kind.enter  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def train(machine: ServerStateMachine, seed: int) -> None:
 
 
 def test_every_transition_of_a_chunk_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = recorded(monkeypatch, ChunkState)
+    seen = record_transitions(monkeypatch, ChunkState)
     for seed in range(20):
         kinds = random.Random(seed).choices(list(Resident), k=6)
         train(ServerStateMachine(ServerSpec(0, dict(enumerate(kinds)), 2, durable=True)), seed)
@@ -65,7 +65,7 @@ def test_every_transition_of_a_chunk_occurs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_transition_of_a_slot_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = recorded(monkeypatch, Slot)
+    seen = record_transitions(monkeypatch, Slot)
     prefetcher = Prefetcher(3, range(6))
     for _ in range(3):
         _run_sequence(prefetcher, [*range(6), *reversed(range(6))])

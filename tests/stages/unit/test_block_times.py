@@ -83,7 +83,7 @@ WEIGHTS = (1.0, 1.0, 3.0, 1.0)
 BATCH = MicroBatch((torch.ones(ROWS, 3),))
 
 
-def staged(*segments: Segment) -> tuple[StageModel, Cuts, dict[str, int]]:
+def stage_of(*segments: Segment) -> tuple[StageModel, Cuts, dict[str, int]]:
     model = Slow(WEIGHTS)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     cuts = Cuts(model, BATCH.args, {})
@@ -114,7 +114,7 @@ def test_the_speed_of_a_segment_is_measured_per_block(
     clock = Clock()
     monkeypatch.setattr(block_times, "time", clock)
     monkeypatch.setattr(sys.modules[__name__], "time", clock)
-    stage, _, _ = staged(*segments)
+    stage, _, _ = stage_of(*segments)
     found = measure_blocks(stage, BATCH, loss, WEIGHTS, least_s=0.2)
     before = MOMENT_S / 0.005 if segments[0].begin == 0 else 0.0
     assert found.forward_s == pytest.approx(0.005, rel=1e-3)
@@ -124,7 +124,7 @@ def test_the_speed_of_a_segment_is_measured_per_block(
 
 
 def test_timing_leaves_the_model_unchanged() -> None:
-    stage, _, _ = staged(Segment(0, 4))
+    stage, _, _ = stage_of(Segment(0, 4))
     model, rng = stage.model, torch.get_rng_state()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     called: list[str] = []
@@ -139,7 +139,7 @@ def test_timing_leaves_the_model_unchanged() -> None:
 def test_parameters_and_activations_of_blocks_are_counted() -> None:
     """A block keeps at most its input, the output of its linear, two statistics, and the mask and input of
     its dropout; parameters count for the block that owns them."""
-    stage, cuts, sizes = staged(Segment(0, 4))
+    stage, cuts, sizes = stage_of(Segment(0, 4))
     blocks, (before, after) = block_memories(
         cuts, sizes, [measure_blocks(stage, BATCH, loss, least_s=0.1)]
     )
@@ -154,7 +154,7 @@ def test_parameters_and_activations_of_blocks_are_counted() -> None:
 
 
 def test_untimed_blocks_get_the_activations_of_the_others() -> None:
-    stage, cuts, sizes = staged(Segment(2, 3))
+    stage, cuts, sizes = stage_of(Segment(2, 3))
     times = measure_blocks(stage, BATCH, loss, least_s=0.02)
     blocks, _ = block_memories(cuts, sizes, [times])
     assert {block.activation_bytes for block in blocks} == {times.activation_bytes[2]}
@@ -163,7 +163,7 @@ def test_untimed_blocks_get_the_activations_of_the_others() -> None:
 def test_a_host_that_computes_in_bursts_does_not_count_as_fast() -> None:
     """Every third block stalls for the time of four blocks, as under a CPU limit: the mean includes the
     stalls, a median would not."""
-    stage, _, _ = staged(Segment(0, 4))
+    stage, _, _ = stage_of(Segment(0, 4))
     turns = iter(range(1 << 20))
 
     class Bursts(Block):

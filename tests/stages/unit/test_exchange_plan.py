@@ -24,7 +24,7 @@ RANKS = 4
 def cut_at_random(
     choose: random.Random, ranks: int, copies: int
 ) -> tuple[list[list[Extent]], dict[tuple[str, int], set[int]]]:
-    """Spread every element over `copies` ranks. Returns the extents of each rank and the owners of each element."""
+    """Give every element to at most `copies` ranks. Returns the extents of each rank and the owners of each element."""
     haves: list[list[Extent]] = [[] for _ in range(ranks)]
     owners: dict[tuple[str, int], set[int]] = {}
     for name, size in SIZES.items():

@@ -89,7 +89,7 @@ def resume(root, where, seed=2, lines=None, **options):
     return run_ranks(where, rank)
 
 
-def raised(found, kind, words):
+def assert_raised(found, kind, words):
     for error in found:
         assert isinstance(error, kind), found
         assert words in str(error), error
@@ -178,7 +178,7 @@ def test_a_single_marker_commits_a_snapshot(tmp_path):
 def test_a_lost_host_is_named_and_no_older_snapshot_is_used_silently(tmp_path):  # Rule 6
     train(tmp_path, places(3), [1, 2])
     shutil.rmtree(tmp_path / "h1")
-    raised(
+    assert_raised(
         resume(tmp_path, places(2)),
         GoneError,
         "the missing parts were written by rank 1 (stage 1, host h1",
@@ -190,7 +190,9 @@ def test_going_back_needs_an_option(tmp_path):
     train(tmp_path, places(2), [1, 2])
     for path in tmp_path.glob("h1/snapshots/step-0000000002.*/*.pieces"):
         path.write_bytes(path.read_bytes()[:-1])
-    raised(resume(tmp_path, places(2)), GoneError, "to go back to step 1 instead, set go_back")
+    assert_raised(
+        resume(tmp_path, places(2)), GoneError, "to go back to step 1 instead, set go_back"
+    )
     lines = []
     assert resume(tmp_path, places(2), go_back=True, lines=lines) == [1, 1]
     assert any("step 2 is incomplete" in line and "go_back is set" in line for line in lines)
@@ -233,7 +235,7 @@ def test_hosts_that_trained_on_independently_are_refused(tmp_path):
     both.mkdir()
     shutil.copytree(first / "h0", both / "h0")
     shutil.copytree(other / "h1", both / "h1")
-    raised(resume(both, places(2)), ForkedError, "independently")
+    assert_raised(resume(both, places(2)), ForkedError, "independently")
 
 
 def test_an_older_copy_of_the_other_host_is_no_fork(tmp_path):
@@ -242,7 +244,7 @@ def test_an_older_copy_of_the_other_host_is_no_fork(tmp_path):
     train(tmp_path, places(2), [3])
     shutil.rmtree(tmp_path / "h1")
     (tmp_path / "old").rename(tmp_path / "h1")
-    raised(resume(tmp_path, places(2)), GoneError, "of step 3, is incomplete")
+    assert_raised(resume(tmp_path, places(2)), GoneError, "of step 3, is incomplete")
 
 
 def test_snapshots_of_another_run_are_refused(tmp_path):
@@ -250,16 +252,16 @@ def test_snapshots_of_another_run_are_refused(tmp_path):
     train(tmp_path / "other", places(2), [1])
     shutil.rmtree(tmp_path / "one" / "h1")
     (tmp_path / "other" / "h1").rename(tmp_path / "one" / "h1")
-    raised(resume(tmp_path / "one", places(2)), ForeignError, "snapshots of two runs")
+    assert_raised(resume(tmp_path / "one", places(2)), ForeignError, "snapshots of two runs")
 
 
 def test_another_model_is_refused_by_its_first_difference(tmp_path):
     train(tmp_path, places(2), [1])
     other = [ParamEntry("first.weight", (4000,), "bf16", "adamw"), *PARAMS[1:]]
     words = "'first.weight' is ((4000,), fp32, adamw) there and ((4000,), bf16, adamw) here"
-    raised(resume(tmp_path, places(2), params=other), ForeignError, words)
+    assert_raised(resume(tmp_path, places(2), params=other), ForeignError, words)
     fewer = PARAMS[:-1]
-    raised(resume(tmp_path, places(2), params=fewer), ForeignError, "'second.weight'")
+    assert_raised(resume(tmp_path, places(2), params=fewer), ForeignError, "'second.weight'")
 
 
 def test_a_damaged_byte_is_found(tmp_path):
@@ -339,7 +341,7 @@ def test_a_rank_that_misses_the_commit_removes_nothing(tmp_path, shared):  # Rul
         links.gather = breaks
         kept.save(2, RandomSource(spread(1, 2)[links.rank], version=2), {"job": b"step 2"})
 
-    raised(run_ranks(places(2), rank), LostError, "a cable")
+    assert_raised(run_ranks(places(2), rank), LostError, "a cable")
     assert len([*tmp_path.glob("h*/snapshots/step-0000000002.*/*.committed")]) == 1 + shared
     assert resume(tmp_path, places(2)) == [2, 2]
 

@@ -120,7 +120,7 @@ def test_the_interleaved_schedule_equals_the_papers() -> None:
         PipelineShape(0, 0, (1,) * 4, 2, 6).order()
 
 
-def talk(
+def run_stages(
     stages: int, num_microbatches: int, parts: int, pick: Callable[[int], int]
 ) -> list[tuple[int, RunBlocks]]:
     """Run state machines whose messages arrive in any order. Returns all runs of blocks in order."""
@@ -153,7 +153,7 @@ def test_stages_finish_for_any_order_of_messages(
     """Every part of every stage runs every micro-batch once in each direction, its gradients are complete
     once, and no stage holds more activations than its depth."""
     num_microbatches = num_microbatches * stages if parts > 1 else num_microbatches
-    done = talk(stages, num_microbatches, parts, random.randrange)
+    done = run_stages(stages, num_microbatches, parts, random.randrange)
     assert sorted((s, r.what, r.micro, r.part) for s, r in done) == sorted(
         (s, what, m, k)
         for s in range(stages)

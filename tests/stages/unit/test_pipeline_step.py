@@ -60,7 +60,7 @@ def test_an_evaluation_does_not_overwrite_a_buffer_being_sent() -> None:  # Rule
 
 
 class OneRank:
-    """Stands for the model, the step and the session of a ParallelTraining."""
+    """Stands for the stage model, the optimizer and the pipeline of a ParallelTraining."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.segments = model, ()

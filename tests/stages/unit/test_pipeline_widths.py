@@ -130,7 +130,9 @@ def test_stages_of_any_widths_finish(
         assert most == PipelineShape(stage, replica, tuple(widths), 1, num_microbatches).ahead
 
 
-def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list[Transfer]]:
+def transfers_by_channel(
+    pipeline: Pipeline, rank: Rank, ahead_of: bool
+) -> dict[Channel, list[Transfer]]:
     """The `receives` (or `sends`) of a rank, grouped by channel, in order."""
     machine = pipeline.machines[rank]
     out: dict[Channel, list[Transfer]] = defaultdict(list)
@@ -167,8 +169,8 @@ def test_receives_are_in_the_order_of_sends(
     sends: dict[Channel, list[Transfer]] = {}
     receives: dict[Channel, list[Transfer]] = {}
     for rank in pipeline.machines:
-        sends |= posted(pipeline, rank, False)
-        receives |= posted(pipeline, rank, True)
+        sends |= transfers_by_channel(pipeline, rank, False)
+        receives |= transfers_by_channel(pipeline, rank, True)
     assert sends == receives
     between_ranks = {c: sent for c, sent in pipeline.sent.items() if c[2] != c[3]}
     assert between_ranks == sends

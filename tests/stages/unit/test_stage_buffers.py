@@ -43,7 +43,7 @@ class Model(nn.Module):
         return self.head(self.behind(x))
 
 
-def staged(model, *segments, cuts=None):
+def stages_of(model, *segments, cuts=None):
     """Stages of copies of `model`."""
     cuts = cuts or Cuts(model, (X,), {})
     stages = [StageModel(copy.deepcopy(model), cuts, [segment]) for segment in segments]
@@ -88,16 +88,16 @@ def test_each_buffer_is_saved_by_the_stage_that_changes_it(sizes):  # Rule 3
     for size in sizes:
         segments.append(Segment(begin, begin + size))
         begin += size
-    stages = staged(whole, *segments)
+    stages = stages_of(whole, *segments)
     for _ in range(2):
         forward(stages)
         whole(X)
-    (again,) = staged(Model(), Segment(0, 3))
+    (again,) = stages_of(Model(), Segment(0, 3))
     restore_buffers(blobs_of(stages), again)
     same(persistent(again.model), persistent(whole))
     names = [name for stage in stages for name in own_buffers(stage)]
     assert sorted(names) == sorted(persistent(whole))
-    later = staged(Model(), Segment(0, 2), Segment(2, 3))
+    later = stages_of(Model(), Segment(0, 2), Segment(2, 3))
     for stage in later:
         restore_buffers(blobs_of(stages), stage)
     forward(later)
@@ -118,7 +118,7 @@ class Together:
 
 def test_blocks_that_move_keep_their_buffers():
     whole = Model()
-    stages = staged(whole, Segment(0, 1), Segment(1, 3))
+    stages = stages_of(whole, Segment(0, 1), Segment(1, 3))
     forward(stages)
     whole(X)
     gathered = gather_buffers(stages[0], Together(stages))
@@ -132,16 +132,16 @@ def test_blocks_that_move_keep_their_buffers():
         moved.append(new)
     forward(moved)
     whole(X)
-    (again,) = staged(Model(), Segment(0, 3))
+    (again,) = stages_of(Model(), Segment(0, 3))
     restore_buffers(blobs_of(moved), again)
     same(persistent(again.model), persistent(whole))
 
 
 def test_none_is_nothing_and_another_shape_is_refused():
     plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2)))
-    (stage,) = staged(plain, Segment(0, 2), cuts=Cuts(plain, (X,), {}, ["0", "1"]))
+    (stage,) = stages_of(plain, Segment(0, 2), cuts=Cuts(plain, (X,), {}, ["0", "1"]))
     assert buffers_blob(stage, 0) == {}
-    (three,) = staged(Model(), Segment(0, 3))
+    (three,) = stages_of(Model(), Segment(0, 3))
     wide = Model(4)
     four = StageModel(wide, Cuts(wide, (torch.zeros(2, 4),), {}), [Segment(0, 3)])
     with pytest.raises(ForeignError, match=r"has the shape \(3,\) in the snapshot, but \(4,\) in"):

@@ -32,7 +32,7 @@ from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, Step
 from tests.support.step_works import still_work
 
 
-def played(work: StepWork, sizes: tuple[int, ...]) -> float:
+def simulated_seconds(work: StepWork, sizes: tuple[int, ...]) -> float:
     """Run the state machines on a virtual clock: one run at a time per replica, and one message at a time
     per replica, boundary and direction. Returns the step time."""
     p, parts, widths = len(work.stages), work.virtual_stages, work.widths
@@ -116,7 +116,7 @@ def test_the_modeled_step_time_equals_that_of_the_machines(work: StepWork) -> No
     many = all_sizes(work)
     found = StepModel(work).seconds_of_all(many)
     for sizes, step_s in list(zip(many, found.tolist()))[:5]:
-        assert step_s == pytest.approx(played(work, sizes))
+        assert step_s == pytest.approx(simulated_seconds(work, sizes))
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (3, 9, 3)])
@@ -142,7 +142,9 @@ def test_the_exact_search_finds_the_best_of_all(work: StepWork, room: float, les
         return
     best = min(StepModel(work).seconds_of_all(many))
     assert found is not None and found.proven
-    assert found.step_s == pytest.approx(best) == pytest.approx(played(work, found.sizes))
+    assert (
+        found.step_s == pytest.approx(best) == pytest.approx(simulated_seconds(work, found.sizes))
+    )
     assert all_fit(found.sizes, len(work.stages), fits)
 
 
@@ -163,7 +165,7 @@ def test_the_exact_search_is_never_worse_than_the_formula(
     for row in (*table.others.values(), (table.best.sizes, table.best.step_s)):
         if row is not None:
             assert all_fit(row[0], len(work.stages), fits)
-            assert row[1] == pytest.approx(played(work, row[0]))
+            assert row[1] == pytest.approx(simulated_seconds(work, row[0]))
             assert table.best.step_s <= row[1] * (1 + 1e-9)
     assert table.best.at_least_s <= table.best.step_s
 

@@ -14,7 +14,7 @@ from roadtrain.storage.mark import IN_RAM, Mark
 JOB, OTHER = "11111111-aaaa", "22222222-bbbb"
 
 
-def marked(directory: Path, step: int) -> None:
+def write_mark(directory: Path, step: int) -> None:
     mark = Mark(directory)
     mark.check("", -1, "there")
     mark.adopt(JOB, 0)
@@ -39,7 +39,7 @@ def test_a_new_run_accepts_an_existing_store(tmp_path: Path) -> None:
 def test_another_or_older_store_is_refused(
     tmp_path: Path, job: str, step: int, error: type[Exception], words: str
 ) -> None:
-    marked(tmp_path, 5)
+    write_mark(tmp_path, 5)
     before = (tmp_path / module.NAME).read_bytes()
     with pytest.raises(error, match=words) as raised:
         Mark(tmp_path).check(job, step, "/mnt/ssd")
@@ -54,14 +54,14 @@ def test_another_or_older_store_is_refused(
 
 
 def test_the_same_store_or_a_later_step(tmp_path: Path) -> None:
-    marked(tmp_path, 5)
+    write_mark(tmp_path, 5)
     for step in (5, 6, 50):
         Mark(tmp_path).check(JOB, step, "there")
 
 
 def test_the_metrics_witness_the_last_step(tmp_path: Path) -> None:
     """The mark is replaced only now and then, so the metrics may be ahead of it."""
-    marked(tmp_path, 5)
+    write_mark(tmp_path, 5)
     with pytest.raises(StaleError, match="at step 8, but this run has committed step 9"):
         Mark(tmp_path, witness=9).check(JOB, 8, "there")
     # even if the mark is lost
@@ -103,7 +103,7 @@ def test_a_copy_that_was_trained_elsewhere(tmp_path: Path, lost: str) -> None:
 
 def test_a_store_ahead_of_the_lines(tmp_path: Path) -> None:
     """Each step has its line before it is committed, even in a run of an earlier version."""
-    marked(tmp_path, 5)
+    write_mark(tmp_path, 5)
     for step in (5, 6):
         Mark(tmp_path, witness=4, sessions={5: "", 6: ""}).check(JOB, step, "there", session="")
     with pytest.raises(ForkedError, match="step 7 of the store was trained outside of this run"):
@@ -113,7 +113,7 @@ def test_a_store_ahead_of_the_lines(tmp_path: Path) -> None:
 def test_a_start_that_returns_to_a_snapshot(tmp_path: Path) -> None:
     """State in RAM returns to its snapshot. The mark records this first, and the lines of metrics.jsonl
     count again only once they have been cut to the same step."""
-    marked(tmp_path, 9)
+    write_mark(tmp_path, 9)
     mark = Mark(tmp_path, witness=9)
     with pytest.raises(ForeignError):
         mark.check(OTHER, 4, "there", back=True)
@@ -129,7 +129,7 @@ def test_a_start_that_returns_to_a_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bit", range(0, 8 * 110, 13))
 def test_a_flipped_bit(tmp_path: Path, bit: int) -> None:
-    marked(tmp_path, 5)
+    write_mark(tmp_path, 5)
     path = tmp_path / module.NAME
     content = bytearray(path.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
@@ -152,7 +152,7 @@ def test_state_in_ram_has_no_store(tmp_path: Path) -> None:
         mark.advance(9, now=True)
         assert mark.record.step == -1
     Mark(tmp_path, witness=9).check("", -1, "there")  # and writes no mark
-    marked(tmp_path, 5)
+    write_mark(tmp_path, 5)
     with pytest.raises(GoneError, match="RAM"):
         Mark(tmp_path).check("", -1, IN_RAM)
 

@@ -524,7 +524,7 @@ def test_spill(tmp_path: Path) -> None:
 def test_the_error_of_a_full_disk_states_needed_and_free_bytes(
     tmp_path: Path, code: int, words: str
 ) -> None:
-    """The error names the data, the path, the needed bytes and the free bytes."""
+    """The error names the path, the operation, the needed bytes and the free bytes."""
     at = tmp_path / "not" / "there" / "file"
     for nbytes, needs in ((0, r"at most 4\.0 KiB"), (3 << 20, r"3\.0 MiB")):
         with pytest.raises(FullError) as caught, typed_errors(at, "renaming", nbytes):

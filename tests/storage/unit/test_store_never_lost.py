@@ -62,12 +62,12 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A server's directory at step 3."""
     home = tmp_path_factory.mktemp("part")
-    filled(home, PART, 3)
+    fill_part(home, PART, 3)
     publish_part(home)
     return home
 
 
-def filled(directory: Path, meta: StoreMeta, step: int) -> None:
+def fill_part(directory: Path, meta: StoreMeta, step: int) -> None:
     tier = create_part(directory, meta)
     for chunk in RECORDS:
         tier.write(chunk, RECORD, random_bytes(chunk, RECORD))
@@ -76,7 +76,7 @@ def filled(directory: Path, meta: StoreMeta, step: int) -> None:
     tier.close()
 
 
-def flipped(path: Path, bit: int) -> None:
+def flip_bit(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
@@ -97,7 +97,7 @@ def test_any_flipped_bit_in_current_is_recovered(part: Path, tmp_path: Path, by_
     whole = b"1\n" if by_hand else (home / "CURRENT").read_bytes()
     for bit in range(8 * len(whole)):
         (home / "CURRENT").write_bytes(whole)
-        flipped(home / "CURRENT", bit)
+        flip_bit(home / "CURRENT", bit)
         # a blank became another
         silent = by_hand and (home / "CURRENT").read_bytes().strip() == b"1"
         assert held_in(home)[0] == (3,)
@@ -121,13 +121,13 @@ def test_a_flip_is_reported(part: Path, tmp_path: Path) -> None:
 def test_an_ambiguous_store_is_an_error_and_is_left_alone(part: Path, tmp_path: Path) -> None:
     """Generations of two jobs with a damaged CURRENT, and a damaged CURRENT without any record."""
     shutil.copytree(part, home := tmp_path / "home")
-    filled(other := tmp_path / "other", replace(PART, job=META.job[:-4] + "0000"), 9)
+    fill_part(other := tmp_path / "other", replace(PART, job=META.job[:-4] + "0000"), 9)
     shutil.move(other / "gen-1", home / "gen-2")
-    flipped(home / "CURRENT", 0)
+    flip_bit(home / "CURRENT", 0)
     shutil.copytree(part, empty := tmp_path / "empty")
     for number in range(2):
         (empty / "gen-1" / f"ledger.{number}").write_bytes(bytes(HEADER.size))
-    flipped(empty / "CURRENT", 0)
+    flip_bit(empty / "CURRENT", 0)
     for directory in (home, empty):
         before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
         for call in (open_part, lambda d: open_store([d]), lambda d: create_part(d, PART)):
@@ -153,7 +153,7 @@ def test_flipped_bits_in_the_other_files(tmp_path: Path, name: str) -> None:
     for bit in [*range(0, 8 * end, 97), *seam]:
         for p, content in saved.items():
             p.write_bytes(content)
-        flipped(path, bit)
+        flip_bit(path, bit)
         try:
             found = opened([tmp_path / "s"])
         except StoreError as error:
@@ -188,13 +188,13 @@ def test_a_damaged_record_is_kept_if_the_previous_step_is_incomplete(
     store.close()
     path = directories[0] / "gen-1" / f"ledger.{file}"
     before = {p: p.read_bytes() for d in directories for p in sorted(d.rglob("*")) if p.is_file()}
-    flipped(path, 8 * 70)
+    flip_bit(path, 8 * 70)
     with pytest.raises(
         DamagedError, match="the data of step 1, the last step with an intact record, is incomplete"
     ) as error:
         opened(directories)
     assert "nothing was changed" in str(error.value)
-    flipped(path, 8 * 70)
+    flip_bit(path, 8 * 70)
     assert {p: p.read_bytes() for p in before} == before
     store = opened(directories)
     assert store.step == 2
@@ -203,7 +203,7 @@ def test_a_damaged_record_is_kept_if_the_previous_step_is_incomplete(
 
 def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # Rule 3
     home = tmp_path / "part"
-    filled(home, PART, 1)
+    fill_part(home, PART, 1)
     publish_part(home)
     tier = open_part(home)
     assert tier is not None
@@ -216,12 +216,12 @@ def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # 
             path = home / "gen-1" / f"ledger.{tier.ledger.entry.file}"
     tier.close()
     before = path.read_bytes()
-    flipped(path, 8 * 70)
+    flip_bit(path, 8 * 70)
     with pytest.raises(
         DamagedError, match="the data of step 1, the last step with an intact record, is incomplete"
     ):
         open_part(home)
-    flipped(path, 8 * 70)
+    flip_bit(path, 8 * 70)
     assert path.read_bytes() == before
     tier = open_part(home)
     assert tier is not None and tier.step == 2
@@ -230,17 +230,17 @@ def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # 
 
 def test_a_generation_that_does_not_count_is_renamed(part: Path, tmp_path: Path) -> None:
     """A leftover generation with a step may be valuable."""
-    filled(home := tmp_path / "home", PART, 2)
+    fill_part(home := tmp_path / "home", PART, 2)
     publish_part(home)
     for step in (5, 6):
         shutil.copytree(home / "gen-1", home / f"gen-{step}")
     (home / "gen-7").mkdir()
     for name, step in (("gen-5", 1), ("gen-1", 3)):  # gen-5 is behind, gen-1 is ahead
         shutil.rmtree(home / name)
-        filled(scratch := tmp_path / name, PART, step)
+        fill_part(scratch := tmp_path / name, PART, step)
         shutil.move(scratch / "gen-1", home / name)
     for number in (5, 6):  # as if created there
-        rewritten(home / f"gen-{number}", number)
+        rewrite_number(home / f"gen-{number}", number)
     tier = open_part(home)
     assert tier is not None and tier.step == 3
     assert "gen-5.aside" in tier.note and "holds step 2" in tier.note
@@ -251,7 +251,7 @@ def test_a_generation_that_does_not_count_is_renamed(part: Path, tmp_path: Path)
     again.close()
 
 
-def rewritten(home: Path, number: int) -> None:
+def rewrite_number(home: Path, number: int) -> None:
     """Rewrite the description of a generation so that it states `number`."""
     meta = replace(StoreMeta.load(home), generation=number)
     meta.write(home)
@@ -284,7 +284,7 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
 # sessions record which opening trained a step
 
 
-def trained(directories: list[Path], steps: range) -> None:
+def train_session(directories: list[Path], steps: range) -> None:
     """Open the store and train `steps` in a new session."""
     store = opened(directories)
     store.begin_session()
@@ -301,13 +301,13 @@ def test_copies_trained_independently_are_not_mixed(tmp_path: Path, trained_befo
     ours, theirs = ([tmp_path / run / name for name in "ab"] for run in "xy")
     made(ours).close()
     if trained_before:
-        trained(ours, range(1, 6))
+        train_session(ours, range(1, 6))
     for mine, its in zip(ours, theirs):
         shutil.copytree(mine, its)
     # equal copies may be mixed
-    trained([ours[0], theirs[1]], range(6, 6))
-    trained(ours, range(6, 9))
-    trained(theirs, range(6, 9))
+    train_session([ours[0], theirs[1]], range(6, 6))
+    train_session(ours, range(6, 9))
+    train_session(theirs, range(6, 9))
     before = {p: p.read_bytes() for d in (*ours, *theirs) for p in d.rglob("*") if p.is_file()}
     for mixed in ([ours[0], theirs[1]], [theirs[0], ours[1]], [ours[1], theirs[0]]):
         with pytest.raises(ForkedError, match=r"hold step 8 of two sessions") as raised:
@@ -322,7 +322,7 @@ def test_a_session_that_committed_nothing_leaves_no_trace(tmp_path: Path) -> Non
     """It is killed after it began or while it prepares its first step."""
     directories = [tmp_path / "a", tmp_path / "b"]
     made(directories).close()
-    trained(directories, range(1, 3))
+    train_session(directories, range(1, 3))
     store = opened(directories)
     session = store.begin_session()
     for chunk in TRAINABLE:
@@ -332,13 +332,13 @@ def test_a_session_that_committed_nothing_leaves_no_trace(tmp_path: Path) -> Non
     store = opened(directories)
     assert store.step == 2 and store.session == session.before
     store.close()
-    trained(directories, range(3, 4))
+    train_session(directories, range(3, 4))
     opened(directories).close()
 
 
 def test_a_converted_store_keeps_its_session(tmp_path: Path) -> None:
     made([tmp_path / "a"]).close()
-    trained([tmp_path / "a"], range(1, 3))
+    train_session([tmp_path / "a"], range(1, 3))
     store = opened([tmp_path / "a"])
     session = store.session
     other = replace(META, chunk_elements=1 << 17)
@@ -350,8 +350,8 @@ def test_a_converted_store_keeps_its_session(tmp_path: Path) -> None:
 def test_a_damaged_newest_record_is_not_an_older_copy(tmp_path: Path) -> None:
     """A run that knows of step 2 gets an error that names the damaged file and a remedy."""
     made([tmp_path]).close()
-    trained([tmp_path], range(1, 3))
-    flipped(tmp_path / "gen-1" / "ledger.0", 800)
+    train_session([tmp_path], range(1, 3))
+    flip_bit(tmp_path / "gen-1" / "ledger.0", 800)
 
     def accept(job: str, step: int, session: str) -> None:
         if step < 2:
@@ -389,7 +389,7 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
         assert "moved_from" in str(raised.value)
     with pytest.raises(GoneError, match="first directory of this store is not in the list"):
         open_store([copy[1]])
-    flipped(copy[1] / "gen-1" / "store.json", 99)
+    flip_bit(copy[1] / "gen-1" / "store.json", 99)
     with pytest.raises(DamagedError, match=r"copy/b/gen-1/store.json"):
         open_store(copy)
     locked.close()
@@ -451,14 +451,14 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     made_disk.close()
 
 
-def written(store: FileTier, step: int) -> None:
+def write_step(store: FileTier, step: int) -> None:
     for chunk in TRAINABLE:
         store.write(chunk, RECORD, random_bytes(chunk, RECORD))
     store.prepare(step, b"")
     store.committed(step)
 
 
-def survives(disk: Disk, to: Path, *steps: int) -> None:
+def assert_survives(disk: Disk, to: Path, *steps: int) -> None:
     """Check that after a power cut the store is at one of `steps` and every checksum is right."""
     tier = open_part(disk.cut(to) / "s")
     assert tier is not None and tier.step in steps, (tier and tier.step, steps)
@@ -468,12 +468,12 @@ def survives(disk: Disk, to: Path, *steps: int) -> None:
 
 
 def part_at(directory: Path, step: int) -> FileTier:
-    filled(directory, PART, 0)
+    fill_part(directory, PART, 0)
     publish_part(directory)
     tier = open_part(directory)
     assert tier is not None
     for number in range(1, step + 1):
-        written(tier, number)
+        write_step(tier, number)
     return tier
 
 
@@ -481,10 +481,10 @@ def test_a_power_cut_after_each_step(tmp_path: Path, disk: Disk) -> None:
     (disk.root / "s").mkdir()
     disk._keep_directory(disk.root)
     tier = part_at(disk.root / "s", 2)
-    survives(disk, tmp_path / "1", 2)
+    assert_survives(disk, tmp_path / "1", 2)
     for chunk in TRAINABLE:
         tier.write(chunk, RECORD, random_bytes(chunk, RECORD))
-    survives(disk, tmp_path / "2", 2)
+    assert_survives(disk, tmp_path / "2", 2)
     tier.close()
 
 
@@ -498,7 +498,7 @@ def test_a_record_that_was_never_synced(
     if then == "failed":
         disk.fail = "ledger."
         with pytest.raises(StoreError, match="fdatasync of the record of step 3"):
-            written(tier, 3)
+            write_step(tier, 3)
         disk.fail = ""
     else:
         with monkeypatch.context() as patch:
@@ -507,21 +507,21 @@ def test_a_record_that_was_never_synced(
                 "fdatasync",
                 lambda fd: disk._synced(fd, "fdatasync") if "slot" in name_of(fd) else None,
             )
-            written(tier, 3)
+            write_step(tier, 3)
     tier.close()
-    survives(disk, tmp_path / "0", 2)
+    assert_survives(disk, tmp_path / "0", 2)
     again = open_part(disk.root / "s")
     assert again is not None and again.step == (3 if then == "killed" else 2)
     now = again.step
-    survives(disk, tmp_path / "1", now)  # this step counts, so it must be durable
+    assert_survives(disk, tmp_path / "1", now)  # this step counts, so it must be durable
     for chunk in TRAINABLE:  # the next step overwrites the slots of the previous one
         again.write(chunk, RECORD, random_bytes(chunk, RECORD))
     for slot in again._slots:
         slot.sync("now")
-    survives(disk, tmp_path / "2", now)
+    assert_survives(disk, tmp_path / "2", now)
     again.prepare(now + 1, b"")
     again.committed(now + 1)
-    survives(disk, tmp_path / "3", now + 1)
+    assert_survives(disk, tmp_path / "3", now + 1)
     again.close()
 
 
@@ -532,7 +532,7 @@ def test_a_disk_that_still_fails_ends_the_next_start(tmp_path: Path, disk: Disk)
         with pytest.raises(StoreError, match="fdatasync of the loaded record"):
             open_part(disk.root / "s")
     disk.fail = ""
-    survives(disk, tmp_path / "0", 2)
+    assert_survives(disk, tmp_path / "0", 2)
 
 
 def test_a_power_cut_at_any_sync(tmp_path: Path, disk: Disk) -> None:

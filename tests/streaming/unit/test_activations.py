@@ -55,7 +55,7 @@ def test_over_the_budget_without_a_place():
     keep.close()
 
 
-def settled(keep, seconds=20):
+def wait_until_idle(keep, seconds=20):
     """Wait until no write or read is in progress, checking the invariants meanwhile."""
     deadline = time.time() + seconds
     while keep._jobs or any(t.state in ("leaving", "coming") for t in list(keep._live.values())):
@@ -84,12 +84,12 @@ def test_spilled_and_back(tmp_path, dtype, slow, monkeypatch):
         assert torch.equal(keep.load(ticket), want)
         keep.free(ticket)
         keep.check()
-    settled(keep)  # tensors freed during their write are held until its end
+    wait_until_idle(keep)  # tensors freed during their write are held until its end
     assert keep.bytes_held == 0 and keep.peak_bytes <= 3 * N
     end = keep._end
     for t in [keep.save(t.clone()) for t in made]:  # the file does not grow from step to step
         keep.free(t)
-    settled(keep)
+    wait_until_idle(keep)
     assert keep._end <= max(end, 12 * N)
     keep.close()
 
@@ -188,7 +188,7 @@ def test_full_disk(tmp_path, monkeypatch):
 def test_a_flipped_bit_in_the_scratch_file(tmp_path):  # Rule 6
     keep = Activations(3 * N, tmp_path, "cpu")
     tickets = [keep.save(tensor(i)) for i in range(8)]
-    settled(keep)
+    wait_until_idle(keep)
     away = next(t for t in tickets if t.state == "away")
     fd = keep._file.fileno()
     byte = os.pread(fd, 1, away.at + 77)[0]
@@ -215,7 +215,7 @@ def test_freed_while_leaving(tmp_path, monkeypatch):
         tickets = [keep.save(tensor(i)) for i in range(6)]
         for t in tickets:
             keep.free(t)
-    settled(keep)
+    wait_until_idle(keep)
     assert keep.bytes_held == 0
     assert sum(map(len, keep._holes.values())) * N == keep._end  # each hole counted once
     keep.close()

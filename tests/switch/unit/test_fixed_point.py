@@ -58,7 +58,7 @@ def dequantized(integers, n, maxima, workers, width) -> np.ndarray:
     return out
 
 
-def summed(values: list[np.ndarray], dtype: str, width: int) -> tuple[np.ndarray, np.ndarray]:
+def fan_in_sum(values: list[np.ndarray], dtype: str, width: int) -> tuple[np.ndarray, np.ndarray]:
     """(sum, maxima) as the fan-in computes them."""
     n, workers = values[0].size, len(values)
     maxima = np.max([exponents_of(array, dtype) for array in values], axis=0)
@@ -71,7 +71,7 @@ def summed(values: list[np.ndarray], dtype: str, width: int) -> tuple[np.ndarray
 
 
 def assert_within_bound(values: list[np.ndarray], dtype: str, width: int) -> None:
-    found, maxima = summed(values, dtype, width)
+    found, maxima = fan_in_sum(values, dtype, width)
     # float64's own rounding of a sum of 64 is far below the bound and float32's rounding
     wide = np.sum([reference_widen(array, dtype).astype(np.float64) for array in values], axis=0)
     bounds = [fixed.error_bound(int(exponent), len(values), width) for exponent in maxima]
@@ -189,7 +189,7 @@ def test_a_non_finite_value_makes_its_block_nan_for_all(dtype, bad, width):  # R
     poison = np.zeros(1, np.float32)
     poison[0] = bad
     values[1][2 * BLOCK + 5] = reference_downcast(poison, dtype)[0]
-    found, maxima = summed(values, dtype, width)
+    found, maxima = fan_in_sum(values, dtype, width)
     assert maxima[2] == fixed.NOT_FINITE and np.isinf(fixed.error_bound(255, 3, width))
     assert np.isnan(found[2 * BLOCK : 3 * BLOCK]).all()
     assert np.isfinite(found[: 2 * BLOCK]).all() and np.isfinite(found[3 * BLOCK :]).all()
@@ -197,10 +197,10 @@ def test_a_non_finite_value_makes_its_block_nan_for_all(dtype, bad, width):  # R
 
 def test_zeros_and_denormals():
     zeros = np.zeros(700, np.float32)
-    found, maxima = summed([zeros, zeros], "fp32", 4)
+    found, maxima = fan_in_sum([zeros, zeros], "fp32", 4)
     assert not maxima.any() and not found.any() and fixed.error_bound(0, 2, 4) == 0
     tiny = np.array([1e-45, -1e-45, 3e-39, 0], np.float32)
-    found, maxima = summed([tiny, tiny], "fp32", 4)
+    found, maxima = fan_in_sum([tiny, tiny], "fp32", 4)
     assert maxima[0] == 1 and np.array_equal(found, 2 * tiny), "int32 holds them exactly"
 
 

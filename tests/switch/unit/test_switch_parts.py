@@ -193,9 +193,7 @@ def test_nothing_is_reported_before_all_children_sent_a_heartbeat() -> None:
 
 
 # Rule 8
-def test_a_heartbeat_from_another_address_moves_a_child_only_if_it_is_newer_or_the_child_silent() -> (
-    None
-):
+def test_a_child_moves_to_a_new_address_if_its_heartbeat_is_newer_or_it_was_silent() -> None:
     table = children(1)
     beat = Heartbeat(5, 9)
     assert table.heartbeat(0, beat, A, (0, 0), 100.0)

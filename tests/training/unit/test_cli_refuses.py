@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/job.toml").write_text(JOB)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def refusal_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     before = sorted(Path().rglob("*"))
     assert cli.main([*args]) == 2
     out, err = capsys.readouterr()
@@ -71,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     ],
 )
 def test_paths(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert words in refused(capsys, *args.split())
+    assert words in refusal_of(capsys, *args.split())
 
 
 def test_a_directory_that_must_not_be_written(
@@ -84,7 +84,7 @@ def test_a_directory_that_must_not_be_written(
         "serve 127.0.0.1:0 --store folder",
         "train job.toml --run.dir r",
     ):
-        assert "this user may not write to" in refused(capsys, *args.split())
+        assert "this user may not write to" in refusal_of(capsys, *args.split())
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_directory_that_must_not_be_written(
 )
 @pytest.mark.parametrize("command", ["serve {} --sum", "serve {}", "serve {} --store folder"])
 def test_addresses(address: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, *command.format(address).split())
+    message = refusal_of(capsys, *command.format(address).split())
     assert f"{address!r} is not an address" in message and "hint: write HOST:PORT" in message
     assert "None" not in message
 
@@ -110,7 +110,7 @@ def test_addresses(address: str, command: str, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_a_server_without_a_duty(args: str, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, "serve", "127.0.0.1:0", *args.split())
+    message = refusal_of(capsys, "serve", "127.0.0.1:0", *args.split())
     assert "None" not in message and "False" not in message and "hint: " in message
 
 

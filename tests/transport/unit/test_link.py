@@ -427,7 +427,7 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
     ends.close()
 
 
-def listening(kind: str, folder: Path, accept, report=print, port=0, **options):
+def listen_on(kind: str, folder: Path, accept, report=print, port=0, **options):
     if kind == "shm":
         return (
             shm.listen(folder / "s", accept, handshake.Common(**options), report),
@@ -456,7 +456,7 @@ def seconds_to_lose_a_killed_peer(kind, busy, folder) -> float:
         there.set()
         return got
 
-    listener, connect, options = listening(kind, folder, accept)
+    listener, connect, options = listen_on(kind, folder, accept)
     child = os.fork()
     if child == 0:  # connects only; os._exit, so that the child runs no cleanup of the test run
         try:
@@ -508,7 +508,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
         raise answers[int(hello)]
 
     reports: list[str] = []
-    listener, connect, options = listening(kind, folder, accept, reports.append)
+    listener, connect, options = listen_on(kind, folder, accept, reports.append)
     with pytest.raises(WireError, match="step 3 is needed, this is step 5"):
         connect(listener.address, Recorder(), options, hello=b"0")
     with pytest.raises(AuthError, match="not of this job"):
@@ -527,7 +527,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
 def test_connect_fails_without_a_listener_and_waits_for_a_late_one(kind, folder, port):
-    listener, connect, options = listening(kind, folder, lambda link, hello: Recorder(), port=port)
+    listener, connect, options = listen_on(kind, folder, lambda link, hello: Recorder(), port=port)
     listener.close()
     begin = time.monotonic()
     with pytest.raises(LostError):
@@ -1083,7 +1083,7 @@ def test_a_bit_that_flips_in_the_description_of_a_ring_is_found(folder):
 # The handshake
 
 
-def greeted(
+def run_handshake(
     client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN, **server
 ) -> tuple:
     """Run both halves of a handshake over a socket pair. Returns (the server's findings, the client's
@@ -1122,11 +1122,11 @@ def test_the_proofs_cover_the_binding_of_the_channel():
     """A man in the middle with his own certificate forwards both sides' messages: the proof is not
     valid for his channel."""
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
-    found, answer = greeted(ours)
+    found, answer = run_handshake(ours)
     assert isinstance(found, handshake.OpenHandshake) and isinstance(
         answer, handshake.OpenHandshake
     )
-    found, answer = greeted(ours, binding=b"of another certificate")
+    found, answer = run_handshake(ours, binding=b"of another certificate")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
 
@@ -1153,7 +1153,7 @@ def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
 VERDICT_NBYTES = handshake.VERDICT.size + SUM.size
 
 
-def judged(change, error=None, *, summed=True):
+def verdict_answer(change, error=None, *, summed=True):
     """Return the client's response to a verdict whose code, text or proof is changed in transit.
     summed: Recompute the text's checksum."""
     ours, theirs = socket.socketpair()
@@ -1192,9 +1192,12 @@ def judged(change, error=None, *, summed=True):
 
 def test_a_verdict_changed_in_transit_is_detected():
     seen = []
-    assert judged(lambda code, text, proof: (seen.append(proof), (code, text, proof))[1]) is None
+    assert (
+        verdict_answer(lambda code, text, proof: (seen.append(proof), (code, text, proof))[1])
+        is None
+    )
     refusal = WireError("no room")
-    same = judged(lambda *verdict: verdict, refusal)
+    same = verdict_answer(lambda *verdict: verdict, refusal)
     assert isinstance(same, WireError) and "no room" in str(same)
     changes = {
         "refused": (lambda code, text, proof: (handshake.REFUSED, text, proof), None),
@@ -1204,9 +1207,11 @@ def test_a_verdict_changed_in_transit_is_detected():
         "of another session": (lambda code, text, proof: (code, text, seen[0]), None),
     }
     for name, (change, error) in changes.items():
-        found = judged(change, error)
+        found = verdict_answer(change, error)
         assert isinstance(found, AuthError) and "did not prove" in str(found), name
-    flipped = judged(lambda code, text, proof: (code, b"go away", proof), refusal, summed=False)
+    flipped = verdict_answer(
+        lambda code, text, proof: (code, b"go away", proof), refusal, summed=False
+    )
     assert isinstance(flipped, WireError) and "checksum" in str(flipped), "no wrong token"
 
 
@@ -1214,7 +1219,7 @@ def test_a_verdict_is_short_and_plain():
     """It may come from a stranger: only a bounded text is read, and no control character is shown."""
 
     def unproven(text):
-        return judged(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
+        return verdict_answer(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
 
     long = unproven(bytes(handshake.MAX_TEXT + 1))
     assert isinstance(long, WireError) and "2049 bytes; the limit is 2048" in str(long)
@@ -1245,7 +1250,7 @@ def test_the_smallest_limit_of_both_sides_counts(limits):
 
 
 def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():
-    found, answer = greeted(
+    found, answer = run_handshake(
         handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), language=b"another edition!")
     )
     for error in (found, answer):
@@ -1362,7 +1367,7 @@ def test_a_greeting_changed_in_transit_is_detected(field):
                 sock, sealed(changed) if data == sealed(sent) else data, until
             ),
         )
-        found, answer = greeted(ours, b"hello")
+        found, answer = run_handshake(ours, b"hello")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
 

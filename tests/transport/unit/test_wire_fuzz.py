@@ -62,7 +62,7 @@ def valid_streams(draw) -> bytes:
 
 
 @st.composite
-def spoiled(draw, streams) -> bytes:
+def spoiled_streams(draw, streams) -> bytes:
     """A valid stream with some bytes changed, inserted or removed."""
     data = bytearray(draw(streams))
     for _ in range(draw(st.integers(1, 4))):
@@ -83,7 +83,7 @@ anything = st.one_of(
     st.binary(max_size=300),
     heads.map(pack_head),
     valid_streams(),
-    spoiled(valid_streams()),
+    spoiled_streams(valid_streams()),
     st.lists(heads.map(pack_head), max_size=4).map(b"".join),
 )
 
@@ -248,7 +248,7 @@ def greetings() -> st.SearchStrategy[bytes]:
     st.one_of(
         st.binary(max_size=400),
         greetings(),
-        spoiled(greetings()),
+        spoiled_streams(greetings()),
         st.tuples(greetings(), st.binary(max_size=200)).map(b"".join),
     )
 )
@@ -269,7 +269,7 @@ def test_a_client_that_sends_any_other_bytes_is_disconnected(listener, data):
     st.one_of(
         st.binary(max_size=400),
         greetings(),
-        spoiled(greetings()),
+        spoiled_streams(greetings()),
         st.tuples(greetings(), st.binary(max_size=100)).map(b"".join),
     ),
     st.booleans(),
