@@ -111,5 +111,5 @@ def _same(name: str, here: tuple[str, ...]) -> None:
     kept = load("plain.json")[name]
     if kept != list(here):
         pytest.skip(
-            f"torch alone trains to other bits on this processor\n{name}: {here} here, {kept} kept"
+            f"plain torch trains to other bits on this processor\n{name}: {here} here, {kept} kept"
         )

@@ -38,10 +38,10 @@ def losses() -> None:
         with tempfile.TemporaryDirectory() as home:
             kept[name] = found = cases.train(case, Path(home), 0, cases.STEPS)
             again = cases.train(case, Path(home) / "again", 0, cases.STEPS)
-        assert found == again, f"{name}: a run does not repeat its bits"
+        assert found == again, f"{name}: a repeated run gave other bits"
         if case.exact:
             assert in_ram.setdefault(case.variant, found) == found, (
-                f"{name}: not the bits of another placement"
+                f"{name}: other bits than another placement"
             )
     fixtures.save("losses.json", kept)
 

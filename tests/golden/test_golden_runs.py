@@ -26,7 +26,9 @@ def test_a_kept_run_resumes(name: str, tmp_path: Path) -> None:
     assert types == [kept_types | {"session": "str"} for kept_types in kept["types"]]
     assert cases.stages_in(lines[3:]) <= cases.ALWAYS | cases.SOMETIMES
     assert name == "served" or cases.stages_in(lines[3:]) >= cases.ALWAYS
-    assert [cases.lasting(line) for line in lines[:3]] == kept["lines"][:3], "lines are not touched"
+    assert [cases.lasting(line) for line in lines[:3]] == kept["lines"][:3], (
+        "existing lines were changed"
+    )
     found = cases.exported(tmp_path / name)
     fixtures.same_job_arithmetic()
     assert [cases.lasting(line) for line in lines] == kept["lines"]

@@ -23,7 +23,9 @@ def free_port() -> int:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("other tests on this machine hold all ports, or these have used all")
+    raise AssertionError(
+        "other tests on this machine hold all ports, or this process has used them all"
+    )
 
 
 def _our_ports() -> Iterator[int]:

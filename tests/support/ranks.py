@@ -54,7 +54,7 @@ class Ranks:
         return [self._answer(rank, end) for rank, end in enumerate(self.ends)]
 
     def _answer(self, rank, end):
-        assert end.poll(WAIT_S), f"rank {rank} said nothing for {WAIT_S} s"
+        assert end.poll(WAIT_S), f"rank {rank} did not answer for {WAIT_S} s"
         return pickle.loads(end.recv_bytes())
 
     def close(self):

@@ -38,7 +38,7 @@ class ThreadLinks(ControlLinks):
             self._queue(("gather", peer, self.rank)).get(timeout=self.patience_s)
             for peer in range(self.size)
         ]
-        assert {label for label, _ in out} == {what}, "all ranks are at the same operation"
+        assert {label for label, _ in out} == {what}, "ranks are at different operations"
         return [message for _, message in out]
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:

@@ -51,7 +51,7 @@ class ToySource:
         return torch.full((self.table.blocks[block].push_nbytes,), 255, dtype=torch.uint8)
 
     def push(self, block, buffer, present):
-        assert not self.out.get(block), "pushed before it was given back"
+        assert not self.out.get(block), "pushed before it was released"
         seen = 0
         for run in self.table.blocks[block].runs:
             if not run.trainable:

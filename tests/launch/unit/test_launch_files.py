@@ -311,7 +311,7 @@ def test_kubernetes_schemas_accept_every_object(objects: list[dict[str, Any]]) -
             kubernetes_validate.validate(tree, version, strict=True)
 
 
-def test_the_written_file_holds_the_objects_and_the_token_once(
+def test_the_written_file_holds_the_objects_and_only_the_secret_the_token(
     run: ResolvedRun, objects: list[dict[str, Any]]
 ) -> None:
     assert objects == kubernetes_objects(run, "registry/roadtrain:1")

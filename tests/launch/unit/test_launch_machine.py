@@ -449,7 +449,7 @@ class FakeEngine:
                         failed += self.kill(name)
                 case EndRun():
                     self.ended = action
-                    assert not self.running and self.attempt is None, "something still runs"
+                    assert not self.running and self.attempt is None, "a process still runs"
         for event in failed:
             self.feed(event)
 
@@ -537,7 +537,7 @@ def test_random_faults(options, faults, stops) -> None:
         engine.wait(31)
     machine = engine.machine
     if machine.phase is RunPhase.GOING:
-        assert engine.attempt is not None, "no progress though all hosts are there"
+        assert engine.attempt is not None, "no progress although all hosts have returned"
         assert len(machine.worker_hosts) == 2
         if stops:
             engine.feed(StopRequested("asked"))

@@ -27,7 +27,7 @@ def test_all_ranks_agree_on_the_name_of_a_start_and_the_next_start_has_another()
     assert names[0] != names[1]
 
 
-def test_a_rank_that_returns_to_an_ended_start_is_refused() -> None:
+def test_a_rank_that_restarts_alone_is_refused() -> None:
     store = a_store()
     agreed_start(store, 0)
     agreed_start(store, 1)

@@ -673,7 +673,7 @@ def test_a_run_that_ended_by_itself_is_not_continued(home: RunHome, why: str) ->
 
 def assert_stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the next step of `--replan` starts nothing."""
-    monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
+    monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run continues"))
     assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
     assert home.state().why == supervisor_process.USER_ASKED
 

@@ -679,7 +679,7 @@ memory = "64GB"
     ],
     ids=" ".join,
 )
-def test_an_explicit_zero_is_refused(
+def test_zero_and_negative_values_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:  # Rule 6
     assert cli.main(words) == 2

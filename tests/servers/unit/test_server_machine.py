@@ -57,7 +57,7 @@ class World:
                 assert (
                     push.chunk,
                     lane,
-                ) not in self.lanes, "nobody writes over what is still wanted"
+                ) not in self.lanes, "the committed slot is overwritten"
                 self.lanes[push.chunk, lane] = push.worker
             case messages.Hold(push):
                 if push.spill_slot is not None:
@@ -464,7 +464,7 @@ def test_a_chunk_without_an_update_in_the_last_step_has_a_single_version():  # R
         (messages.Push(0, None, True, True, 2), False),
         (messages.Push(0, None, True, False, 2, sums=(1.0,)), False),
     ],
-    ids=["its memory is wanted", "kept where it lies", "compressed"],
+    ids=["its buffer is needed", "kept in its buffer", "compressed"],
 )
 def test_early_gradients_spill_to_disk_beyond_the_slots(push, spills):
     """The slots hold the workers' gradients."""
@@ -555,7 +555,7 @@ def answered_order(turns, slow, n):
                 under_way.remove(mine[0])
                 turns.answered(worker)
                 ended[worker] += 1
-                assert mine[0][1] == ended[worker] - 1, "in the order of asking"
+                assert mine[0][1] == ended[worker] - 1, "answered in the order of the pulls"
         out.append(dict(ended))
     return out
 
@@ -584,9 +584,7 @@ def test_pulls_of_all_workers_are_answered_at_the_same_pace():
     turns.ask(1, (1, 0))
     for i in range(9):
         turns.ask(2, (2, i))
-    assert len([p for p in iter(turns.next, None) if p[0] == 2]) == turns.most, (
-        "0 is not there any more"
-    )
+    assert len([p for p in iter(turns.next, None) if p[0] == 2]) == turns.most, "worker 0 has left"
 
 
 def _arrive(prefetcher, pulls):
@@ -794,7 +792,7 @@ def test_a_server_reports_its_checksums_before_it_prepares():
         world.feed(messages.Commit(1, b"x"))
         world.drain()
         written = [m for m in world.sent if isinstance(m, messages.Written)]
-        assert len(written) == 1, "once, however long the step waits"
+        assert len(written) == 1, "reported once, however long the step waits"
         reports += written
         assert [a.step for a in world.log if isinstance(a, messages.Prepare)] == [1]
     first = added((0, 0), 0, 1000)
@@ -846,10 +844,10 @@ class Replicas:
         records = [self.disks[i].get(step) for i in members]
         assert all(r == records[0] and r is not None for r in records), "members differ"
         assert step >= self.committed, (
-            f"step {self.committed} was committed, {step} is gone on from"
+            f"step {self.committed} was committed, but the session resumes from {step}"
         )
         if step == self.committed and self.contents:
-            assert records[0] == self.contents, "another history"
+            assert records[0] == self.contents, "the contents are those of another history"
         for i in members:
             if (events := events - 1) < 0:
                 return False
@@ -866,7 +864,7 @@ class Replicas:
             self.histories[i] = history
         for i in range(self.n, len(self.disks)):
             assert self.disks[i][step][0] == records[0][0], (
-                "what only one worker has is of another step"
+                "the private part of a worker is at another step"
             )
             self.disks[i] = {s: r for s, r in self.disks[i].items() if s <= step}
         self.stale = self.away

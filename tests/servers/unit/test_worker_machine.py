@@ -73,7 +73,7 @@ class SlowServer:
             case messages.DiscardGrad(chunk):
                 self.free(chunk)
             case messages.ApplyUpdate(chunk, step):
-                assert step not in self.ended, "nothing of a step follows its end"
+                assert step not in self.ended, "a message of a step follows its end"
                 if several and (chunk, step) not in self.world.closed:
                     self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
                 self.updates.append(message)
@@ -137,7 +137,7 @@ class World:
                     for number in servers:
                         self.say(number, message)
                 case w.StartPulls(target, pulls):
-                    assert not self.coming[target], "a buffer is filled once at a time"
+                    assert not self.coming[target], "a buffer is filled twice at once"
                     for pull in pulls:
                         self.requested[target, pull.chunk.id] = pull.version
                         self.coming[target].add(pull.ticket)
@@ -146,7 +146,7 @@ class World:
                             messages.Pull(pull.chunk.id, pull.version, None, pull.ticket)
                         )
                 case w.CopyIn(target, _):
-                    assert not self.coming[target], "all of it is there"
+                    assert not self.coming[target], "the buffer is not complete"
                     self.copied.append(target)
         self.machine.check()
 
@@ -161,7 +161,7 @@ class World:
                 self.closed.add((chunk, step))
                 self.sums_due[chunk] += 1
             case messages.DiscardGrad(chunk):
-                assert not self.sums_due[chunk], "what is still being held cannot be dropped"
+                assert not self.sums_due[chunk], "a gradient that is still being held is dropped"
             case messages.ApplyUpdate(chunk, step, _, scales):
                 assert step == self.machine.commit.ended + 1
                 assert several or any(scale is not None for scale in scales)
@@ -171,7 +171,7 @@ class World:
             case messages.Commit(step):
                 assert step in self.blobs
                 others = set(self.servers) - {0}
-                assert number or self.prepared[step] == others, "the first commits last"
+                assert number or self.prepared[step] == others, "server 0 must commit last"
         self.servers[number].inbox.append(message)
 
     def run_one(self):
@@ -204,7 +204,7 @@ class World:
             if ready():
                 return
             self.run_one()
-        raise AssertionError("nothing more happens")
+        raise AssertionError("no pending action is left")
 
     # the parts of a step
 
@@ -243,7 +243,7 @@ class World:
         else:
             self.until(lambda: not machine.is_read(buffer))
         read = {b for b, _ in self.read_by.values()}
-        assert buffer not in read, "a server reads there"
+        assert buffer not in read, "a server still reads the buffer"
         machine.grad_ready(block, self.params(block))
         return lambda then: self.send(block, buffer, then, keep_always)
 
@@ -447,7 +447,7 @@ def test_states_of_a_gradient():
     assert list(update.message.scales) == [0.5], "the mean of two workers"
     assert not machine.is_open(1) and machine.blocks[1].updated
     [update, *_] = machine.begin_update(2, 1, {0: ()}, lambda param: 1.0)
-    assert list(update.message.scales) == [None], "this worker has no gradient of it"
+    assert list(update.message.scales) == [None], "this worker has no gradient for it"
     with pytest.raises(LoopError, match="after its update had begun"):
         machine.grad_ready(1, [1])
     with pytest.raises(AssertionError):

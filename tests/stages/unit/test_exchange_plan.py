@@ -59,7 +59,7 @@ def test_each_rank_gets_each_element_once_from_its_cheapest_owner(seed: int) -> 
             and e.start <= transfer.extent.start
             and transfer.extent.stop <= e.stop
         ]
-        assert inside, "a transfer lies within one extent of its source"
+        assert inside, "a transfer is not within a single extent of its source"
         for element in range(transfer.extent.start, transfer.extent.stop):
             got[transfer.target, transfer.extent.name, element] += 1
             able = owners[transfer.extent.name, element]

@@ -333,7 +333,7 @@ def test_a_rank_that_misses_the_commit_removes_nothing(tmp_path, shared):  # Rul
             if last:
                 deadline = time.monotonic() + 20
                 while not [*tmp_path.glob("h0/snapshots/step-0000000002.*/rank-0.committed")]:
-                    assert time.monotonic() < deadline, "rank 0 makes no marker"
+                    assert time.monotonic() < deadline, "rank 0 wrote no marker"
                     time.sleep(0.01)
                 raise LostError("a cable")
             return answers

@@ -78,7 +78,7 @@ class LateLinks:
         self.wait_s += 1.0
 
     def flush(self) -> None:
-        assert not self.buffers, "a receive was posted that nobody waits for"
+        assert not self.buffers, "a posted receive was never awaited"
         self.flushes += 1
 
 

@@ -217,7 +217,7 @@ class World:
             self.announced = tuple(both)
             self.given_up = set() if self.marked else set(given_up)
         assert base[: len(self.announced)] == self.announced, (
-            "a committed step is lost, or the run has forked unseen"
+            "a committed step is lost, or a fork was missed"
         )
         self.starts += 1
         self.begin(sorted(alive), got, base)

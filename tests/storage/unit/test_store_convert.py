@@ -178,7 +178,7 @@ def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> Non
     again.close()
     gens = [str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/gen-*")]
     kept = sorted(f"{d.name}/gen-{again.meta.generation}" for d in directories)
-    assert sorted(gens) == kept, "the old one is removed"
+    assert sorted(gens) == kept, "the old store was not removed"
 
 
 def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path) -> None:

@@ -70,4 +70,4 @@ def test_a_power_cut_at_any_sync_of_the_removal(
         assert open_store(directories) is None
         half_made(directories)
     else:
-        raise AssertionError("it was never played to its end")
+        raise AssertionError("no run reached its end")

@@ -30,10 +30,12 @@ def test_equal_operations_are_agreed_once() -> None:
         assert machine.say(worker, 0, op("x")) == []
         machine.check()
     assert machine.say(1, 0, op("x")) == [Agreed(op("x"))]
-    assert machine.say(2, 0, op("x", use=1)) == [Agreed(op("x", use=1), 2)], "said before it knew"
+    assert machine.say(2, 0, op("x", use=1)) == [Agreed(op("x", use=1), 2)], (
+        "announced before it knew the operation"
+    )
     assert machine.say(0, 0, op("b", each=True)) == [] == machine.say(1, 0, op("b", each=True))
     assert machine.say(2, 0, op("b", each=True)) == [Agreed(op("b", each=True))]
-    assert machine.say(0, 0, op("b", use=1, each=True)) == [], "each time anew"
+    assert machine.say(0, 0, op("b", use=1, each=True)) == [], "must be agreed each time"
 
 
 def test_a_mismatch_lists_the_operation_of_each_worker() -> None:
@@ -44,7 +46,7 @@ def test_a_mismatch_lists_the_operation_of_each_worker() -> None:
     assert verdict == Mismatch(
         1, "workers differ about 'x': workers 0, 2: int32 [17]; worker 1: float32 [17]"
     )
-    assert machine.say(0, 0, op("y")) == [], "of the epoch that is over"
+    assert machine.say(0, 0, op("y")) == [], "belongs to the previous epoch"
     assert machine.say(0, 1, op("x")) == [] == machine.say(1, 1, op("x"))
     assert machine.say(2, 1, op("x")) == [Agreed(op("x"))]
 
@@ -55,7 +57,7 @@ def test_a_changed_operation_differs_from_the_agreed_one() -> None:
     machine.say(0, 0, op("x"))
     machine.say(1, 0, op("x"))
     assert machine.say(1, 0, op("x", "float32 [4]", use=5)) == []
-    assert machine.stall(0, 0, [op("x", use=4)], None) == [], "an older one is merely late"
+    assert machine.stall(0, 0, [op("x", use=4)], None) == [], "an older use is merely late"
     (verdict,) = machine.stall(0, 0, [op("x", use=5)], None)
     assert (
         isinstance(verdict, Mismatch)

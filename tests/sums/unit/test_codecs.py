@@ -73,7 +73,7 @@ def test_nothing_is_lost_with_error_feedback(text):
         expected += values
         sent += out
     assert np.allclose(expected, sent + residual, atol=1e-3)
-    assert np.abs(residual).max() < 60, "it does not grow without bound"
+    assert np.abs(residual).max() < 60, "the residual grows without bound"
 
 
 @pytest.mark.parametrize("text", NOT_FINITE)

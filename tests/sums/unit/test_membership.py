@@ -92,7 +92,7 @@ class World:
             lacked = message.rounds.get(key, (0, 1))[1]
             if number >= lacked:  # earlier rounds are no longer needed
                 assert all(a == b or a in message.removed for a, b in zip(old, new)), (
-                    "only what is gone moves"
+                    "a part of a remaining site moved"
                 )
         for key, number in self.rounds[worker].items():
             assert self.maps[worker].removed.isdisjoint(
@@ -156,7 +156,7 @@ def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
                     world.push(worker, key, world.rounds[worker][key])
     for worker in range(n):
         world.finish(worker)
-    assert all(all(done.values()) for done in world.done), "no round is left over"
+    assert all(all(done.values()) for done in world.done), "a round is incomplete"
     there = {*range(n), *world.coordinator.spares}
     for key in KEYS:
         of = [
@@ -172,7 +172,9 @@ def test_a_spare_host_that_some_cannot_reach_is_not_used() -> None:
     assert coordinator.state(0, 1, {}, []) == [] and coordinator.offered("b:1", 1.0) == []
     change, again = coordinator.state(1, 1, {5: (3, False)}, [2])
     assert change == Change(1, (), (), {5: (3, 1)}) and again == AskRounds(2, ((3, "b:1", 1.0),))
-    assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], "an old answer"
+    assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], (
+        "an outdated answer is ignored"
+    )
     coordinator.state(0, 2, {}, [])
     assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {
         3: ("b:1", 1.0)

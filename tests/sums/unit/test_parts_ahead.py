@@ -83,7 +83,7 @@ def test_a_part_is_a_256th_of_its_tensor_within_bounds(nbytes, part, sums, slow)
     while any(link.queued for link in slow.links):
         sizes.append(slow.leave())
     assert set(sizes) == {part}
-    assert sum(sizes) == nbytes, "all parts left"
+    assert sum(sizes) == nbytes, "all parts were sent"
 
 
 @pytest.mark.parametrize("nbytes", [8 * MIB, 80 * MIB, 256 * MIB])
@@ -106,5 +106,5 @@ def test_an_urgent_tensor_waits_only_for_queued_parts(nbytes, sums, slow):
     for _ in range(30):
         slow.leave()
     after = slow.order[before:]
-    assert after[:16] == [2] * 16, "its 16 parts are the next that the links get"
-    assert set(after[16:]) == {1}, "then the large tensor goes on"
+    assert after[:16] == [2] * 16, "its 16 parts are queued next"
+    assert set(after[16:]) == {1}, "then the large tensor continues"

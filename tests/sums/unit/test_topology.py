@@ -184,7 +184,7 @@ def test_an_unusable_file_is_a_gap(
 ) -> None:
     """A file that cannot be read (a directory in its place), is no text, or contains "unknown"."""
     if file.endswith("cpulist") and content in (b"Unknown\n", b"63\n"):
-        content = None  # for cores one of these never occurs and the other is valid
+        content = None  # a list of cores is never Unknown, and 63 is valid
     (server.root / file).unlink()
     if content is None:
         (server.root / file).mkdir()

@@ -32,7 +32,7 @@ def nothing_leaks():
     yield
     deadline = time.monotonic() + 10
     while not set(os.listdir("/proc/self/fd")) <= before or threading.active_count() > threads:
-        assert time.monotonic() < deadline, "a descriptor or a thread is left"
+        assert time.monotonic() < deadline, "a descriptor or a thread is left over"
         time.sleep(0.01)
 
 

@@ -215,7 +215,7 @@ def test_the_server_gets_the_events_of_the_plain_model(workers, seed):  # Rule 1
             assert fresh == [True] * bool(fresh) + [False] * (len(fresh) - 1)
             if not hurried:
                 most = max(plan[w, step, chunk] for w in range(workers))
-                assert len(fresh) == most, "the r-th gradients of all are one round"
+                assert len(fresh) == most, "the r-th gradients of all workers share a round"
     ends = [m.step for m in world.up if isinstance(m, messages.EndStep)]
     assert ends == list(range(1, steps + 1))
     blobs = [m.blob for m in world.up if isinstance(m, messages.Commit)]
@@ -248,7 +248,7 @@ def test_every_pull_is_answered_once_and_a_broadcast_answers_one_pull_per_worker
             if next(script, "over") == "over":
                 scripts.remove(script)
     assert Counter(map(id, world.answered)) == Counter(map(id, requested))
-    assert world.now == 0.0, "nobody was served alone"
+    assert world.now == 0.0, "a pull was answered alone"
     world.at_the_end()
     if buffers == 40:
         assert sum(isinstance(m, messages.Pull) for m in world.up) == 3 * 5

@@ -129,7 +129,7 @@ def test_data_is_kept_for_resends_until_all_have_it():
 )
 def test_multicast_is_used_if_all_workers_received_the_trial(answers, verdict):
     trial = MulticastTrial(3)
-    assert not trial.due(0.0), "nobody would hear it"
+    assert not trial.due(0.0), "no worker listens yet"
     for rank in range(3):
         trial.invite(rank, 1.0)
     assert trial.due(1.0) and not trial.due(1.01) and trial.due(1.06)
@@ -167,7 +167,7 @@ def test_a_late_worker_is_named_once_within_two_seconds():  # Rule 5
     look(12.8, [LateWorker(1, 4, 12.8 - LATE_S - 0.1)])
     assert len(lines) == 3 and "worker 1 has been behind the others with chunk 4" in lines[2]
     look(12.9, lost=[1])
-    assert len(lines) == 3 and not lateness.named, "who has left is not late"
+    assert len(lines) == 3 and not lateness.named, "a worker that has left is not late"
     look(14.0)
     assert lines[3].startswith("the root switch 10.0.0.9:7100 has sent no packet for 2.")
     assert re.search(r"since \d\d:\d\d:\d\d UTC", lines[3])
@@ -175,7 +175,7 @@ def test_a_late_worker_is_named_once_within_two_seconds():  # Rule 5
     assert not lateness.named
     lateness.heartbeat(3000, (1 << 32) - 1, 15.0)
     look(15.1)
-    assert not lateness.named, "it has not begun yet"
+    assert not lateness.named, "the end has not begun yet"
     lateness.heartbeat(5100, (1 << 32) - 1, 17.1)
     look(17.2)
     assert "a worker that has not reached any switch yet" in lines[-1]

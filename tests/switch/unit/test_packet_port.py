@@ -109,11 +109,11 @@ def test_strangers_change_nothing_and_are_counted() -> None:
 
 def test_packets_are_left_to_the_kernel_only_while_many_arrive() -> None:
     moderation = Moderation()
-    assert moderation.pause_s(GATHERED, 1000.0) == 0, "nobody knows yet how many come"
+    assert moderation.pause_s(GATHERED, 1000.0) == 0, "the rate is not yet known"
     assert moderation.pause_s(44, 1000.002) == HOLD_S, "22,000 a second"
     assert moderation.pause_s(6, 1000.010) == 0, "fewer than 8 in 8 ms"
     fast = moderation.pause_s(44, 1000.0101)
-    assert 0 < 44 / 1e-4 * fast <= GATHERED, "440,000 a second: until a batch is there"
+    assert 0 < 44 / 1e-4 * fast <= GATHERED, "440,000 a second: wait until a batch has arrived"
     assert moderation.pause_s(1, 1001.0) == 0
 
 

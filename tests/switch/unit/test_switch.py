@@ -95,7 +95,7 @@ class Tree:
                 self.now, _, arrive = heapq.heappop(self.wire)
                 arrive()
             self.now = until
-            assert self.now < 20_000, "it stands still"
+            assert self.now < 20_000, "no progress"
         ones = sum(100**worker for worker in range(len(self.senders)))
         assert self.got == {number: (number + 1) * ones for number in range(COUNT)}
 

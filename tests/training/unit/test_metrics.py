@@ -53,7 +53,7 @@ def test_a_file_of_another_store_is_renamed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 2, 24, 26])
-def test_lines_after_a_damaged_line_are_read(path: Path, at: int) -> None:
+def test_a_damaged_line_is_an_error_and_leaves_the_file_unchanged(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

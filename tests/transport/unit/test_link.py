@@ -1212,7 +1212,9 @@ def test_a_verdict_changed_in_transit_is_detected():
     flipped = verdict_answer(
         lambda code, text, proof: (code, b"go away", proof), refusal, summed=False
     )
-    assert isinstance(flipped, WireError) and "checksum" in str(flipped), "no wrong token"
+    assert isinstance(flipped, WireError) and "checksum" in str(flipped), (
+        "the error must not blame the token"
+    )
 
 
 def test_a_verdict_is_short_and_plain():
@@ -1421,7 +1423,7 @@ def test_a_flood_from_one_address_blocks_no_other(monkeypatch):
         until = time.monotonic() + WAIT_S
         # the friend is one of the eight handshakes that may be in progress
         while len(cut := select.select(strangers, [], [], 0)[0]) < 23 or greeting_threads() > 8:
-            assert time.monotonic() < until, "the oldest are not cut"
+            assert time.monotonic() < until, "the oldest connections were not cut"
             time.sleep(0.01)
         assert cut == strangers[:23]
         answer = handshake.client_greet(

@@ -288,5 +288,5 @@ def test_a_server_that_sends_any_other_bytes_is_a_typed_error(data, with_token):
         except (PeerError, OSError) as error:
             assert isinstance(handshake.as_peer_error(error, "the server"), PeerError)
         else:
-            raise AssertionError("nobody can prove the token by chance")
+            raise AssertionError("random bytes proved the token")
     assert time.monotonic() < deadline
