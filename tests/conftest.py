@@ -1,4 +1,5 @@
-"""Make tests, and the processes that they start, run the code of the tree that contains the tests."""
+"""Make tests, and the processes that they start, run the code of the tree that contains the
+tests."""
 
 from __future__ import annotations
 

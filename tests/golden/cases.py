@@ -126,7 +126,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A placed training. where: "ram", a number of directories or of servers. options: Options of place()."""
+    """A placed training. where: "ram", a number of directories or of servers. options: Options of
+    place()."""
 
     variant: Variant = Variant()
     where: str = "ram"
@@ -383,8 +384,8 @@ def at(home: Path, *words: str) -> str:
 
 
 def train_job(home: Path, steps: int, *words: str) -> list[dict[str, Any]]:
-    """Run `roadtrain train` in `home` up to step `steps`, on two servers if `home` is called "served" or
-    has the directories of servers. Returns the lines of metrics."""
+    """Run `roadtrain train` in `home` up to step `steps`, on two servers if `home` is called
+    "served" or has the directories of servers. Returns the lines of metrics."""
     with served(home) as more:
         at(home, "train", "job.toml", "--run.steps", str(steps), *more, *words)
     return [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -549,7 +550,8 @@ def summed() -> dict[str, Any]:
 
 
 def codecs() -> dict[str, Any]:
-    """For each codec the encoded bytes, the decoded values and, with a residual, the new residual."""
+    """For each codec the encoded bytes, the decoded values and, with a residual, the new
+    residual."""
     out: dict[str, Any] = {}
     for form in CODECS:
         raw = surface.encoded_as(form, values(101, 7), 12345)
@@ -570,7 +572,8 @@ ORDERS: dict[str, Case] = {
     "late": Case(TINY, "1 directory", {"staleness": 1}),
     "top-k": Case(TINY, "1 directory", {"topk": 0.2}),
 }
-# leaves out actions whose order depends on when a pull arrives: answers, and reads of records in memory
+# leaves out actions whose order depends on when a pull arrives: answers, and reads of records in
+# memory
 STEADY = ("Hold", "Update", "Write", "Stash", "Discard", "Total", "Prepare")
 
 
@@ -610,7 +613,8 @@ def simulated_order(name: str) -> str:
 
 
 def simulations() -> list[list[str]]:
-    """Arguments of `roadtrain simulate` and `plan`; MIXED stands for mixed.toml beside this file."""
+    """Arguments of `roadtrain simulate` and `plan`; MIXED stands for mixed.toml beside this
+    file."""
     everywhere = [
         "ddp",
         "zero1",

@@ -95,8 +95,8 @@ def example(kind: Any, count: list[int]) -> Any:
 def same_arithmetic(variant: cases.Variant) -> None:
     """Skip if plain torch trains to other bits here than on the machine of the kept values.
 
-    Five losses of a small model can agree although its gradients differ in the last bit, so the widest
-    model is trained too.
+    Five losses of a small model can agree although its gradients differ in the last bit, so the
+    widest model is trained too.
     """
     _same(variant.name, cases.plain_losses(variant))
     _same(cases.Variant().name, cases.plain_losses(cases.Variant()))

@@ -1,10 +1,10 @@
-"""Generate the kept values in `kept/` again: `python tests/golden/make.py [PART ...]`, where PART names a
-function below.
+"""Generate the kept values in `kept/` again: `python tests/golden/make.py [PART ...]`, where PART
+names a function below.
 
-Never do this to make a test pass. A kept value records the result before a change that was to change
-nothing. Generate a part again only if its result was meant to change, with a note in docs/decisions
-that says which and why. Kept stores and runs are never replaced, since users have such stores: a new
-format gets a new entry beside the old ones.
+Never do this to make a test pass. A kept value records the result before a change that was to
+change nothing. Generate a part again only if its result was meant to change, with a note in
+docs/decisions that says which and why. Kept stores and runs are never replaced, since users have
+such stores: a new format gets a new entry beside the old ones.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ SPILL = "spill.bin"  # the file of gradients that await their update
 def silent(_: str) -> None: ...
 
 
-# Options of place() in the first edition -> the option today, the class of its value, its field, and
-# the default at that time.
+# Options of place() in the first edition -> the option today, the class of its value, its field,
+# and the default at that time.
 PLACE_OPTIONS: dict[str, tuple[str, Any, str, Any]] = {
     "servers": ("store", Servers, "addresses", None),
     "replicas": ("store", Servers, "replicas", 1),
@@ -156,8 +156,8 @@ PERCENT = ("--topk", "--compress.topk")  # percent of the bytes, half of which a
 
 
 def command(*words: str) -> tuple[int, str]:
-    """Run `roadtrain WORDS`; return its exit code and output. Options and job files may use names of
-    the first edition; such job files are rewritten."""
+    """Run `roadtrain WORDS`; return its exit code and output. Options and job files may use names
+    of the first edition; such job files are rewritten."""
     for path in map(Path, words):
         for file in (path, path / "job.toml"):
             if file.name == "job.toml" and file.is_file():
@@ -425,8 +425,8 @@ class RecordingLink:
 
 
 def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> list[list[Any]]:
-    """Frames that a reducer sends to each worker, round by round, for the workers' `values` of tensor
-    3."""
+    """Frames that a reducer sends to each worker, round by round, for the workers' `values` of
+    tensor 3."""
     reducer = Reducer(rule, len(values), lambda nbytes: None, lambda _: None)
     links = [RecordingLink() for _ in values]
     connections = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ def test_losses_norms_and_contents_are_unchanged(name: str, tmp_path: Path) -> N
 
 
 def check_by_torch(case: cases.Case, losses: list[str]) -> None:
-    """Compare with plain torch on this machine, whatever its arithmetic. The first loss precedes any
-    update."""
+    """Compare with plain torch on this machine, whatever its arithmetic. The first loss precedes
+    any update."""
     plain = cases.plain_losses(case.variant)[: cases.STEPS]
     assert losses[0] == plain[0]
     if not case.exact or case.variant.dtype != "fp32":

@@ -1,4 +1,5 @@
-"""The actions on each chunk and their order are unchanged, in the real run and the simulation (Rule 7)."""
+"""The actions on each chunk and their order are unchanged, in the real run and the simulation (Rule
+7)."""
 
 from __future__ import annotations
 

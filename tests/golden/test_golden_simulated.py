@@ -1,5 +1,5 @@
-"""Simulated seconds, bytes and joules, the planner's picks, and the rows of the papers are unchanged to the
-last bit."""
+"""Simulated seconds, bytes and joules, the planner's picks, and the rows of the papers are
+unchanged to the last bit."""
 
 from __future__ import annotations
 

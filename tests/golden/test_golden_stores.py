@@ -36,7 +36,8 @@ def test_a_kept_store_resumes(name: str, tmp_path: Path) -> None:
     [("one", "2 directories"), ("two", "1 directory"), ("one", "3 directories")],
 )
 def test_a_kept_store_is_converted(name: str, where: str, tmp_path: Path) -> None:
-    """The store is converted to other directories; `moved_from` names a directory that it leaves."""
+    """The store is converted to other directories; `moved_from` names a directory that it
+    leaves."""
     kept, case = unpack_store(name, tmp_path), cases.STORES[name]
     left = sorted((tmp_path / name).glob("store*"))[int(where[0]) :]
     moved = replace(case, where=where, options={"moved_from": left} if left else {})

@@ -1,4 +1,5 @@
-"""Two workers of a host on two servers: losses, norms and the contents of the servers are unchanged."""
+"""Two workers of a host on two servers: losses, norms and the contents of the servers are
+unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two workers that train on the same servers in separate processes, since the environment sets the rank."""
+"""Two workers that train on the same servers in separate processes, since the environment sets the
+rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A fake worker and a fake end of a fan-in, driven by the test's own thread. They use real sockets and
-switch/protocol/numbered.py only. Gradient n of a worker is a fixed array, so each sum is known."""
+"""A fake worker and a fake end of a fan-in, driven by the test's own thread. They use real sockets
+and switch/protocol/numbered.py only. Gradient n of a worker is a fixed array, so each sum is
+known."""
 
 from __future__ import annotations
 

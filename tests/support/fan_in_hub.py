@@ -1,5 +1,5 @@
-"""Stands for a server, its fan-in end and its only switch, as seen by a participant's link: TCP frames
-are kept for the test, integers are added in numpy, parameters are sent to all."""
+"""Stands for a server, its fan-in end and its only switch, as seen by a participant's link: TCP
+frames are kept for the test, integers are added in numpy, parameters are sent to all."""
 
 from __future__ import annotations
 

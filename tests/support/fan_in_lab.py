@@ -1,5 +1,5 @@
-"""Packets of a fan-in through an emulated network: PacketSender, PacketPort, a switch's job and its packet
-loop run in threads of this process with sockets on hosts of the lab. Nothing is trained."""
+"""Packets of a fan-in through an emulated network: PacketSender, PacketPort, a switch's job and its
+packet loop run in threads of this process with sockets on hosts of the lab. Nothing is trained."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ Packet = tuple[bytes, Address]  # and its destination
 
 @dataclass
 class RandomFaults:
-    """Faults that hit each packet independently with these probabilities. An overtaken packet waits for
-    the next packet to the same address. The faults follow from `seed` and the order of packets."""
+    """Faults that hit each packet independently with these probabilities. An overtaken packet waits
+    for the next packet to the same address. The faults follow from `seed` and the order of
+    packets."""
 
     seed: int
     loss: float = 0.0
@@ -67,7 +68,8 @@ def faulty(socket: DatagramSocket, faults: RandomFaults | None) -> DatagramSocke
 
 
 def _runs(packets: list[Packet]) -> Iterator[tuple[bytes, int, Address]]:
-    """(data, packet length, destination) of runs of adjacent packets with equal length and destination."""
+    """(data, packet length, destination) of runs of adjacent packets with equal length and
+    destination."""
     at = 0
     while at < len(packets):
         first, to = packets[at]

@@ -10,7 +10,8 @@ from hypothesis import settings
 from tests.support.ports import DIRECTORY
 from tests.support.processes import HostProcess, open_files
 
-# Models are tiny: a second thread would only spin, and torch's sums depend on the number of threads.
+# Models are tiny: a second thread would only spin, and torch's sums depend on the number of
+# threads.
 torch.set_num_threads(1)
 # The time of an example depends on the load of the machine.
 settings.register_profile("shared", deadline=None)
@@ -19,8 +20,8 @@ settings.load_profile("shared")
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_what_is_loaded():
-    """Exclude modules and tests, which live until the end, from garbage collection: each full collection
-    would visit a million objects."""
+    """Exclude modules and tests, which live until the end, from garbage collection: each full
+    collection would visit a million objects."""
     gc.collect()
     gc.freeze()
 
@@ -58,8 +59,8 @@ def nothing_is_left_behind(request):
 
 @pytest.fixture
 def hosts(tmp_path):
-    """`hosts(n)` starts n more serving processes, each with its own directory; `hosts.all` lists all of
-    them."""
+    """`hosts(n)` starts n more serving processes, each with its own directory; `hosts.all` lists
+    all of them."""
     made = []
 
     def make(n, **options):

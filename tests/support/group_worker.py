@@ -1,5 +1,5 @@
-"""A rank of tests/stages/lab/test_group_networks.py: it meets the others, creates its groups, and carries out
-commands on them, one per input line."""
+"""A rank of tests/stages/lab/test_group_networks.py: it meets the others, creates its groups, and
+carries out commands on them, one per input line."""
 
 import os
 import sys

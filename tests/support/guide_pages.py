@@ -54,8 +54,8 @@ def example_of(page: Path) -> list[Block]:
 
 
 def lines_match(printed: str, expected: str) -> bool:
-    """Compare two lines: `...` stands for any text, a number for any number, and a loss for a loss within
-    5 %, since results differ between processors and Python versions."""
+    """Compare two lines: `...` stands for any text, a number for any number, and a loss for a loss
+    within 5 %, since results differ between processors and Python versions."""
     pattern, end = "", 0
     for part in _PARTS.finditer(expected):
         pattern += re.escape(expected[end : part.start()])

@@ -1,4 +1,5 @@
-"""A thread of this process on a host of the lab; sockets and programs that it creates are on that host."""
+"""A thread of this process on a host of the lab; sockets and programs that it creates are on that
+host."""
 
 from __future__ import annotations
 

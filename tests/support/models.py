@@ -13,8 +13,8 @@ VOCAB = 50
 
 
 class Net(nn.Module):
-    """A small encoder. tied: Use the embedding as the head. frozen: Train only biases and norms, LoRA
-    style."""
+    """A small encoder. tied: Use the embedding as the head. frozen: Train only biases and norms,
+    LoRA style."""
 
     def __init__(self, depth=3, width=64, tied=False, frozen=False, dropout=0.1):
         super().__init__()
@@ -44,9 +44,8 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A combination of options. dtype: Compute dtype of parameters. scaler: fp16-style loss scaling with an
-    inf.
-    sgd: Plain SGD with a power of two, so that torch's update has the same bits."""
+    """A combination of options. dtype: Compute dtype of parameters. scaler: fp16-style loss scaling
+    with an inf. sgd: Plain SGD with a power of two, so that torch's update has the same bits."""
 
     accumulate: int = 1
     clip: float | None = None

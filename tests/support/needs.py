@@ -1,5 +1,5 @@
-"""Skip tests that cannot run on this machine. The first line of a reason names what to install; tests with
-the same first line are counted together (not_run.py)."""
+"""Skip tests that cannot run on this machine. The first line of a reason names what to install;
+tests with the same first line are counted together (not_run.py)."""
 
 from __future__ import annotations
 

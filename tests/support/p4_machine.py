@@ -60,7 +60,8 @@ class Instance:
 
 @dataclass
 class Entries:
-    """Entries of the control plane: table -> key -> (action, arguments); group -> (port, instance) of copies."""
+    """Entries of the control plane: table -> key -> (action, arguments); group -> (port, instance)
+    of copies."""
 
     tables: dict[str, dict[tuple[int, ...], tuple[str, list[int]]]] = field(default_factory=dict)
     groups: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -405,7 +406,8 @@ class Machine:
 
 
 class _Scope(dict[str, Any]):
-    """Looks names up in an action's parameters first, then in the enclosing scope, where assignments go."""
+    """Looks names up in an action's parameters first, then in the enclosing scope, where
+    assignments go."""
 
     def __init__(self, outer: dict[str, Any], inner: dict[str, Any]) -> None:
         super().__init__(inner)

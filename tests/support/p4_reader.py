@@ -1,15 +1,17 @@
-"""Reads P4-16: the part of the language that plugins/switch_offload's switch.p4 uses, from its source.
+"""Reads P4-16: the part of the language that plugins/switch_offload's switch.p4 uses, from its
+source.
 
     text -> preprocessed (#define NAME VALUE, #ifndef; #include is left out: p4_machine.py has what
     core.p4 and v1model.p4 declare) -> tokens -> Program
 
-Anything else in the source is a P4Error with its line. Expressions are tuples that start with their kind:
+Anything else in the source is a P4Error with its line. Expressions are tuples that start with their
+kind:
 
     ("int", value, width or None)  ("name", "x")  ("member", e, "field")  ("slice", e, high, low)
     ("unary", op, e)  ("binary", op, e, e)  ("cast", type, e)  ("call", e, [e, ...])
 
-Statements are tuples too:  ("assign", e, e)  ("call", e, [...])  ("if", e, block, block)  ("block", [...])
-("declare", type, name, e or None)
+Statements are tuples too: ("assign", e, e) ("call", e, [...]) ("if", e, block, block) ("block",
+[...]) ("declare", type, name, e or None)
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ TOKEN = re.compile(
     r"|(?P<sign>@|\+\+|<<|>>|==|!=|<=|>=|&&|\|\||[-+*/&|^~!<>=(){}\[\];:,.?])",
     re.DOTALL,
 )
-# From the weakest; operators in a row bind equally. Unlike in C, `|`, `^` and `&` bind more tightly than
-# comparisons (appendix on the grammar in the language's specification).
+# From the weakest; operators in a row bind equally. Unlike in C, `|`, `^` and `&` bind more tightly
+# than comparisons (appendix on the grammar in the language's specification).
 BINARY = (
     ("||",), ("&&",), ("==", "!="), ("<", ">", "<=", ">="), ("|",), ("^",), ("&",),
     ("<<", ">>"), ("++", "+", "-"), ("*", "/"),
@@ -373,7 +375,8 @@ class _Reader:
         return inside
 
     def cast(self) -> Any:
-        """Read a cast `(bit<N>)e` or `(T)e`, where T names a type, after its bracket; None if it is no cast."""
+        """Read a cast `(bit<N>)e` or `(T)e`, where T names a type, after its bracket; None if it is
+        no cast."""
         if self.word != "bit" and self.word not in self.out.types:
             return None
         type_ = self.type()

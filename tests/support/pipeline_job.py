@@ -1,5 +1,5 @@
-"""A pipeline in separate processes that can be killed at scripted points, stopped, and restarted with
-other parallelism.
+"""A pipeline in separate processes that can be killed at scripted points, stopped, and restarted
+with other parallelism.
 
     python tests/support/pipeline_job.py HOME RANK ADDRESS PORT STEPS    # one rank of two stages
 """

@@ -85,8 +85,8 @@ def traffic(result: Result, what: str) -> float:
 
 
 def racks(*workers: int, link: float = 1e9, node: str = "root", **switch: Any) -> Cluster:
-    """A cluster with the given number of workers per rack and an optimizer node at the root. With one rack
-    its switch is the root. switch: Keys of all switches."""
+    """A cluster with the given number of workers per rack and an optimizer node at the root. With
+    one rack its switch is the root. switch: Keys of all switches."""
     names = ["root"] if len(workers) == 1 else [f"rack{i}" for i in range(len(workers))]
 
     def host(name: str, count: int, at: str) -> dict[str, Any]:

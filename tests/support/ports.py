@@ -1,5 +1,5 @@
-"""Ports to be bound later: each is given out once, and tests that run at the same time draw from separate
-blocks."""
+"""Ports to be bound later: each is given out once, and tests that run at the same time draw from
+separate blocks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def free_port() -> int:
 
 
 def _our_ports() -> Iterator[int]:
-    """Ports from blocks that this process has locked through a file each. The descriptors stay open until
-    the process ends and are not inherited by programs that it starts."""
+    """Ports from blocks that this process has locked through a file each. The descriptors stay open
+    until the process ends and are not inherited by programs that it starts."""
     DIRECTORY.mkdir(exist_ok=True)
     starts = range(FIRST, LAST, BLOCK)
     for start in random.Random().sample(starts, len(starts)):

@@ -1,7 +1,8 @@
 """A disk that keeps only synced data, the worst case after a power cut.
 
-Inside `Disk(...)` every fsync and fdatasync of a file under `root` keeps its content, and every fsync
-of a directory keeps the names in it. `cut(to)` writes the kept data into the empty directory `to`.
+Inside `Disk(...)` every fsync and fdatasync of a file under `root` keeps its content, and every
+fsync of a directory keeps the names in it. `cut(to)` writes the kept data into the empty directory
+`to`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Imported by the process from which tests fork others: loads the modules, kernels and option checks that
-they need, which would take each child most of a second.
+"""Imported by the process from which tests fork others: loads the modules, kernels and option
+checks that they need, which would take each child most of a second.
 
 Starts no threads and runs no backward pass: neither survives a fork.
 """

@@ -73,8 +73,8 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
 
 
 def break_writes(directory, kind, amount):
-    """Make this process's writes to `directory` "slow" by `amount` seconds, or its disk "full" after
-    `amount` writes."""
+    """Make this process's writes to `directory` "slow" by `amount` seconds, or its disk "full"
+    after `amount` writes."""
     write, count = DirectFile.write, iter(range(1 << 30))
 
     def broken(self, *args):
@@ -146,8 +146,8 @@ def switch_child(address, token, log, loss, ready):
 
 
 class SwitchProcess:
-    """`roadtrain serve --switch` in its own process. where: HOST:PORT. loss: Fraction of its datagrams
-    that get lost."""
+    """`roadtrain serve --switch` in its own process. where: HOST:PORT. loss: Fraction of its
+    datagrams that get lost."""
 
     def __init__(self, log, port=0, token=None, loss=0.0):
         self.log, (here, there) = Path(log), FORK.Pipe()

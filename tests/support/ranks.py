@@ -1,5 +1,5 @@
-"""Ranks of a torch world that live for the tests of a module: each runs functions and returns their results.
-Transformers is thus imported once per rank, not once per test."""
+"""Ranks of a torch world that live for the tests of a module: each runs functions and returns their
+results. Transformers is thus imported once per rank, not once per test."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def child(rank, size, port, pipe):
 
 
 class Ranks:
-    """Ranks in separate processes. `ranks.run(function, *args)` calls `function(rank, *args)` on each and
-    returns the results or error texts."""
+    """Ranks in separate processes. `ranks.run(function, *args)` calls `function(rank, *args)` on
+    each and returns the results or error texts."""
 
     def __init__(self, size):
         port = free_port()

@@ -1,5 +1,5 @@
-"""A Ray cluster of nodes on this machine, run as `python ray_nodes.py`. The process prints its address,
-then carries out the commands on its standard input and prints "done" after each:
+"""A Ray cluster of nodes on this machine, run as `python ray_nodes.py`. The process prints its
+address, then carries out the commands on its standard input and prints "done" after each:
 
     add NAME      add a node with the label roadtrain-host=NAME, possibly again
     kill NAME     kill all processes of a node with SIGKILL

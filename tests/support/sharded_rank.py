@@ -1,5 +1,5 @@
-"""A rank of test_sharded_overlap.py: trains two copies of a model in turn, with and without overlap, and
-records the time and the sent bytes of each step.
+"""A rank of test_sharded_overlap.py: trains two copies of a model in turn, with and without
+overlap, and records the time and the sent bytes of each step.
 
 python sharded_rank.py STORE RANK WIDTH NIC DEPTH STEPS
 """

@@ -50,7 +50,8 @@ def spread(seed, ranks):
 
 
 def same_as_whole(pieces, expected, version=0):
-    """Assert that pieces equal `whole` and cover the expected extents. Returns the number of elements."""
+    """Assert that pieces equal `whole` and cover the expected extents. Returns the number of
+    elements."""
     elements = {(e.name, i) for e in expected for i in (e.start, e.stop - 1) if e.numel}
     seen = set()
     total = 0

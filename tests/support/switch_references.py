@@ -1,5 +1,5 @@
-"""Plain references that the tags and integers of the fan-in's packets must equal bit for bit. (Separate
-from references.py because tests of the core, which import that, know no switch.)"""
+"""Plain references that the tags and integers of the fan-in's packets must equal bit for bit.
+(Separate from references.py because tests of the core, which import that, know no switch.)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks as threads of this process, with links over queues, so that a test can inject a fault at any
-operation of any rank."""
+"""Ranks as threads of this process, with links over queues, so that a test can inject a fault at
+any operation of any rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A block source in memory: keeps every block as bytes, checks the use of its buffers, and sums gradients in
-push order."""
+"""A block source in memory: keeps every block as bytes, checks the use of its buffers, and sums
+gradients in push order."""
 
 import numpy as np
 import torch

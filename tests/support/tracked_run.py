@@ -2,7 +2,8 @@
 
     tracked_run.py STORE STEPS OPTIONS
 
-OPTIONS are JSON. Prints a line per step: its number, the loss, the learning rate, the batch, a random number.
+OPTIONS are JSON. Prints a line per step: its number, the loss, the learning rate, the batch, a
+random number.
 """
 
 from __future__ import annotations

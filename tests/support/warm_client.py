@@ -1,6 +1,6 @@
-"""The `python`, `roadtrain` and `torchrun` of warm_python.py: let the server fork a process that runs the
-command, forward signals to it, and end with its status. Other commands replace this process with the
-real interpreter. Imports little, since it exists to save start-up time."""
+"""The `python`, `roadtrain` and `torchrun` of warm_python.py: let the server fork a process that
+runs the command, forward signals to it, and end with its status. Other commands replace this
+process with the real interpreter. Imports little, since it exists to save start-up time."""
 
 import _socket
 import os

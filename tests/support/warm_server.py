@@ -1,5 +1,6 @@
-"""Fork processes that run Python commands from a process that has imported torch: `python warm_server.py
-FOLDER`. It ends with all its children at the end of its standard input, and has a single thread."""
+"""Fork processes that run Python commands from a process that has imported torch: `python
+warm_server.py FOLDER`. It ends with all its children at the end of its standard input, and has a
+single thread."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def run(workers, work, wait_s=100, answers=None):
     """Run `work(rank)` on each worker. Returns the results or error texts by rank.
 
     Args:
-        answers: Number of workers expected to answer; the others end without an answer or are killed.
+        answers: Number of workers expected to answer. The others end without an answer or are
+            killed.
     """
     out, port = FORK.Queue(), free_port()
     processes = [

@@ -1,5 +1,5 @@
-"""benchmarks/crosscluster/simulated.py: a row of the benchmark becomes its plan and cluster. Nothing is
-run here."""
+"""benchmarks/crosscluster/simulated.py: a row of the benchmark becomes its plan and cluster.
+Nothing is run here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_runs_that_cannot_be_predicted_are_refused() -> None:
 
 
 def test_computing_alone_takes_the_measured_seconds() -> None:
-    """On fast networks a step is the first stage's half of the layers, the pipeline fill and the update."""
+    """On fast networks a step is the first stage's half of the layers, the pipeline fill and the
+    update."""
     seconds = Case(environment=ENVIRONMENTS["all InfiniBand"]).seconds()
     pass_s = 3 * (8 * 0.04 + 0.01)
     assert 4 * pass_s < seconds < 5.6 * pass_s + 0.5
@@ -97,7 +98,8 @@ def test_a_throttled_cluster_is_slower_and_uneven_stages_help() -> None:
 
 
 def test_the_measured_seconds_of_an_update_count() -> None:
-    """On fast networks nothing hides the update: it adds a second for each rank's half of a stage."""
+    """On fast networks nothing hides the update: it adds a second for each rank's half of a
+    stage."""
     run: Any = Case(environment=ENVIRONMENTS["all InfiniBand"])
     slow = replace(COSTS, update=COSTS.update + 1 / (shape_of(run.spec).params / 4))
     assert predicted(run, slow).seconds == pytest.approx(run.seconds() + 1, rel=0.1)

@@ -1,5 +1,5 @@
-"""The power cut of `roadtrain soak` keeps synced data and loses whatever POSIX allows it to lose. It serves
-to test Rule 3, so it must neither save unsynced data nor lose synced data."""
+"""The power cut of `roadtrain soak` keeps synced data and loses whatever POSIX allows it to lose.
+It serves to test Rule 3, so it must neither save unsynced data nor lose synced data."""
 
 import errno
 import os
@@ -77,8 +77,8 @@ def test_names_are_durable_from_the_sync_of_their_directory_on(disk, synced):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_later_sync_does_not_save_bytes_of_a_failed_sync(disk, again):
-    """The kernel marks the pages clean: reads return them from memory, even in the next process, but they
-    are lost in a cut unless they are written again."""
+    """The kernel marks the pages clean: reads return them from memory, even in the next process,
+    but they are lost in a cut unless they are written again."""
     root, shadow = disk
     power = Power(shadow, [root], [Strike("sync", 0, "EIO", "old")])
     fd = write_file(power, root / "old", b"b" * SECTOR)

@@ -1,4 +1,5 @@
-"""The schema of a job: the command line overrides the file, and errors suggest the nearest valid name."""
+"""The schema of a job: the command line overrides the file, and errors suggest the nearest valid
+name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every key of every file that a user writes, with values of every TOML type: a wrong value is a ConfigError
-that names the file and the key, never a traceback, and is never read as another value."""
+"""Every key of every file that a user writes, with values of every TOML type: a wrong value is a
+ConfigError that names the file and the key, never a traceback, and is never read as another
+value."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Model shapes (config/models.py) against published parameter counts, formulas, and torch's modules on
-`meta`."""
+"""Model shapes (config/models.py) against published parameter counts, formulas, and torch's modules
+on `meta`."""
 
 from __future__ import annotations
 

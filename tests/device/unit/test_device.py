@@ -1,5 +1,5 @@
-"""The device of each local worker, and that streams and events belong to it, with a fake torch whose cuda
-only records calls."""
+"""The device of each local worker, and that streams and events belong to it, with a fake torch
+whose cuda only records calls."""
 
 import ctypes
 import faulthandler
@@ -306,8 +306,8 @@ def advised(address):
 
 @pytest.mark.parametrize("nbytes", [1, 5 << 20])
 def test_a_forked_child_cannot_touch_buffers_of_direct_io(nbytes):
-    """Note fork in device/buffers.py: the kernel must not copy a page for the parent while a device reads
-    into it."""
+    """Note fork in device/buffers.py: the kernel must not copy a page for the parent while a device
+    reads into it."""
     buffer = Buffer(nbytes)
     buffer.view[:] = bytes([7]) * len(buffer.view)
     at = ctypes.addressof(ctypes.c_char.from_buffer(buffer.view))

@@ -58,7 +58,8 @@ def cluster_files(tmp_path):
 
 
 def test_the_files_for_slurm_and_kubernetes_are_up_to_date(tmp_path):
-    """After changing a writer run `UPDATE_EXAMPLES=1 pytest tests/documentation/unit/test_examples.py`."""
+    """After changing a writer run `UPDATE_EXAMPLES=1 pytest
+    tests/documentation/unit/test_examples.py`."""
     written = cluster_files(tmp_path)
     assert len(written) == 3
     for path, text in written.items():
@@ -125,8 +126,8 @@ BASE_JOB = {"model": {"config": {"model_type": "llama"}}}
 
 
 def load_file(title, text, folder):
-    """Check a TOML block against the schema of the file named in its title; without a title, as part of
-    a job."""
+    """Check a TOML block against the schema of the file named in its title; without a title, as
+    part of a job."""
     path = folder / (title or "part.toml")
     path.write_text(text)
     if path.stem.startswith("cluster"):
@@ -155,7 +156,8 @@ def check_call(node, found):
 
 
 def check_python(text):
-    """Check that the block compiles and that its imports and the arguments of roadtrain calls exist."""
+    """Check that the block compiles and that its imports and the arguments of roadtrain calls
+    exist."""
     names = {}
     tree = ast.parse(text)
     for node in ast.walk(tree):

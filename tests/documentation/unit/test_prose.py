@@ -1,4 +1,5 @@
-"""Counts of hard-to-read prose, which may only fall. Lower a number here when its count has fallen."""
+"""Counts of hard-to-read prose, which may only fall. Lower a number here when its count has
+fallen."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The rooms of the package (docs/design.md): a room imports only rooms listed above it. The tests read
-the source and import nothing."""
+"""The rooms of the package (docs/design.md): a room imports only rooms listed above it. The tests
+read the source and import nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[3] / "src" / "roadtrain"
-# In the order of the design: a room imports only rooms of lines above its own. Rooms on the same line do
-# not import each other; single files on the same line may.
+# In the order of the design: a room imports only rooms of lines above its own. Rooms on the same
+# line do not import each other; single files on the same line may.
 ORDER = (
     ("errors", "units", "chunks", "retry", "environment"),
     ("options",),
@@ -45,8 +45,8 @@ EXCEPTED = {
     "integrations/ddp.py": {"bucket"},  # torch's own name: GradBucket
     "integrations/fsdp.py": {"shard"},  # torch's own name: _fully_shard
     "stages/tensor_styles.py": {"shard"},  # torch's own name of a placement
-    # torch's words for the unit that its distributed data parallel sums and for the parts into which
-    # ZeRO cuts state; here they mean the same
+    # torch's words for the unit that its distributed data parallel sums and for the parts into
+    # which ZeRO cuts state; here they mean the same
     "stages/bucket_state.py": {"bucket", "shard"},
     "stages/data_group.py": {"bucket"},
     "stages/flat_layout.py": {"bucket"},

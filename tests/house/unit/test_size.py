@@ -1,5 +1,5 @@
-"""Size of the package and its core in code lines: formatted, without blank, comment and docstring lines.
-Neither may rise (docs/design.md, "Size"; where the lines went: docs/decisions/0039)."""
+"""Size of the package and its core in code lines: formatted, without blank, comment and docstring
+lines. Neither may rise (docs/design.md, "Size"; where the lines went: docs/decisions/0039)."""
 
 from __future__ import annotations
 

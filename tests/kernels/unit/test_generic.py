@@ -1,5 +1,5 @@
-"""Any elementwise torch optimizer on flat slices: bits equal to torch's; optimizers that are not elementwise
-are refused."""
+"""Any elementwise torch optimizer on flat slices: bits equal to torch's; optimizers that are not
+elementwise are refused."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ O = torch.optim  # noqa: E741
 
 
 class Lazy(O.Optimizer):
-    """A user's optimizer that replaces tensors, creates state late, counts in Python and keeps a setting
-    outside its groups."""
+    """A user's optimizer that replaces tensors, creates state late, counts in Python and keeps a
+    setting outside its groups."""
 
     def __init__(self, params, power, lr=0.1):
         self.power = power
@@ -57,7 +57,8 @@ class Secretive(Lazy):
 
 
 class Widened(O.SGD):
-    """A subclass of a natively supported optimizer that changes the step, so that the native rule is wrong for it."""
+    """A subclass of a natively supported optimizer that changes the step, so that the native rule
+    is wrong for it."""
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:

@@ -1,5 +1,5 @@
-"""The Triton kernels under Triton's interpreter, in a separate process (the interpreter is chosen at
-import)."""
+"""The Triton kernels under Triton's interpreter, in a separate process (the interpreter is chosen
+at import)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Update rules: bits equal to the reference (Rule 1), agreement with torch over 50 steps, refusals."""
+"""Update rules: bits equal to the reference (Rule 1), agreement with torch over 50 steps,
+refusals."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ CASES = [
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES]
 ADAMW = 8  # of CASES
-# Each pair of formats compiles its own loop. A case takes three of the nine pairs, which include every
-# format of a gradient and of a copy; the next case takes another three.
+# Each pair of formats compiles its own loop. A case takes three of the nine pairs, which include
+# every format of a gradient and of a copy; the next case takes another three.
 SOME = [[FORMATS[3 * i + (i + k) % 3] for i in range(3)] for k in range(3)]
 COMPILED = [
     pytest.param(
@@ -84,8 +85,8 @@ def test_kernel_equals_reference_in_any_cut(cls, options, formats):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
-    """Only aligned copies are written past the cache; all lengths occur, so that the remainder of the vector
-    loop is tested."""
+    """Only aligned copies are written past the cache; all lengths occur, so that the remainder of
+    the vector loop is tested."""
     for n in (1, 31, 1003):
         raw = np.zeros(2 * n + 64, np.uint8)
         first = -raw.ctypes.data % 32
@@ -110,8 +111,9 @@ def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
 def test_torch_parity_two_ulp_a_step(cls, options):
-    """Each step starts from torch's state. No sums cancel here (equal signs, parameters far from zero): with
-    cancellation an ulp of the input becomes many ulp of the result, in torch as well."""
+    """Each step starts from torch's state. No sums cancel here (equal signs, parameters far from
+    zero): with cancellation an ulp of the input becomes many ulp of the result, in torch as
+    well."""
     param, optimizer, generator = make(cls, {**options, "lr": options["lr"] * 0.1})
     sign = -1 if options.get("maximize") else 1
     param.data.abs_().add_(8)

@@ -1,4 +1,5 @@
-"""Messages between a supervisor and its agents, and reports of the end of workers, without processes."""
+"""Messages between a supervisor and its agents, and reports of the end of workers, without
+processes."""
 
 import os
 import random

@@ -171,7 +171,8 @@ def test_too_little_memory(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     plan = run.plan_file.plan.changed(host_bytes=1e9)
     run = replace(run, plan_file=replace(run.plan_file, plan=plan))
-    message = "host gpu0 has 1.0 GiB of memory, but the plan needs"  # and not the memory that an engine hands out
+    # and not the memory that an engine hands out
+    message = "host gpu0 has 1.0 GiB of memory, but the plan needs"
     assert refusal_of(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(message)
 
 

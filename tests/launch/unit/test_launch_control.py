@@ -116,7 +116,8 @@ def test_a_state_without_a_checksum_is_read(home: RunHome) -> None:
 
 
 def test_a_resumed_run_that_made_a_step_does_not_start_over(home: RunHome) -> None:
-    """A run that never made a step may start over (step -1); the others may not, even if no step is known to be committed."""
+    """A run that never made a step may start over (step -1); the others may not, even if no step is
+    known to be committed."""
     home.write_state(RunState(phase="going", stamps={StartPhase.STEPPED: 1.0}))
     renew(home, "keep", "")
     assert home.state().step == 0

@@ -192,7 +192,8 @@ def test_the_script_has_no_warning_of_shellcheck(
 
 
 def run_after_preamble(script: str, then: str) -> list[str]:
-    """Run `then` after the part of the script that describes the hosts; return the printed lines."""
+    """Run `then` after the part of the script that describes the hosts; return the printed
+    lines."""
     preamble = script.partition("\nset -uo")[0]
     out = subprocess.run(["bash", "-uc", f"{preamble}\n{then}"], check=True, capture_output=True)
     return out.stdout.decode().splitlines()
@@ -217,7 +218,8 @@ def test_workers_get_their_command_line_unchanged_by_the_shell() -> None:
 
 
 def test_hosts_with_different_gpu_counts_form_separate_components() -> None:
-    """Slurm applies a component's count to all its nodes, so hosts that only serve need their own."""
+    """Slurm applies a component's count to all its nodes, so hosts that only serve need their
+    own."""
     script = slurm_script(served_run())
     parts = re.split("^#SBATCH hetjob$", script, flags=re.MULTILINE)
     requests = [

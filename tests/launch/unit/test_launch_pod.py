@@ -1,5 +1,5 @@
-"""The agreement of pods on a start before workers run in them (launch/pod.py), in one process with torch's
-in-memory store."""
+"""The agreement of pods on a start before workers run in them (launch/pod.py), in one process with
+torch's in-memory store."""
 
 from __future__ import annotations
 

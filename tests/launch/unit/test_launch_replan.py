@@ -1,4 +1,5 @@
-"""Replanning a run: a cluster with measured rates, and the orders of hosts that the search tries."""
+"""Replanning a run: a cluster with measured rates, and the orders of hosts that the search
+tries."""
 
 from __future__ import annotations
 
@@ -346,8 +347,8 @@ DP4 = Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4)
 
 
 def write_launch(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
-    """Write what a launch of the plan leaves in its home, with measurements: the card of gpu1 runs at
-    a quarter of its rate."""
+    """Write what a launch of the plan leaves in its home, with measurements: the card of gpu1 runs
+    at a quarter of its rate."""
     result = simulate(plan, cluster, from_config(LLAMA, seq_len=128), Constants(), checked=False)
     file = PlanFile(plan, machines_of(plan, cluster), predicted_of(result), cluster)
     record = LaunchRecord(name=home.name, engine="here", launched=time.time(), directory="/")
@@ -530,8 +531,8 @@ def test_a_new_run_shares_no_store_with_the_old_one(home: RunHome, tmp_path: Pat
 
 
 class Paused:
-    """A run in a thread that lives until it gets a request, then measures and ends for `why`. Records
-    the requests and how the run is continued."""
+    """A run in a thread that lives until it gets a request, then measures and ends for `why`.
+    Records the requests and how the run is continued."""
 
     def __init__(self, home: RunHome, why: str = PLANNED_ANEW, after: RunState | None = None):
         self.home, self.why = home, why
@@ -608,7 +609,8 @@ def ends_with_its_launcher(home: RunHome) -> None:
 def test_a_run_continues_with_its_launch_options(
     home: RunHome, options: dict[str, Any], recorded: str, started: tuple[str, bool]
 ) -> None:
-    """A run that ends with its launcher gets this command as its new launcher, even in a dry run."""
+    """A run that ends with its launcher gets this command as its new launcher, even in a dry
+    run."""
     write_launch(home, gpus(), DP4)
     if recorded == "stop":
         ends_with_its_launcher(home)

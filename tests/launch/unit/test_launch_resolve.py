@@ -1,4 +1,5 @@
-"""The processes that a plan and a job need, and their hosts (launch/resolve.py). No process is started."""
+"""The processes that a plan and a job need, and their hosts (launch/resolve.py). No process is
+started."""
 
 from __future__ import annotations
 

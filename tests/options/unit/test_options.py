@@ -1,5 +1,5 @@
-"""Options of the wrong type or value are a ConfigError that names the option, the value and the accepted
-values."""
+"""Options of the wrong type or value are a ConfigError that names the option, the value and the
+accepted values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Option values of place(): invalid ones are refused, and former keywords give the same values with a
-printed line each."""
+"""Option values of place(): invalid ones are refused, and former keywords give the same values with
+a printed line each."""
 
 from __future__ import annotations
 

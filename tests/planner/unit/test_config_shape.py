@@ -1,5 +1,5 @@
-"""planner/model_config.py: parameter counts equal the published ones for every architecture; FLOPs and
-experts equal the formula where it is exact; unknown configs are refused, never mis-sized.
+"""planner/model_config.py: parameter counts equal the published ones for every architecture; FLOPs
+and experts equal the formula where it is exact; unknown configs are refused, never mis-sized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Summing switches in `plan` and `simulate`: which switches sum, the job keys, and the commands to start."""
+"""Summing switches in `plan` and `simulate`: which switches sum, the job keys, and the commands to
+start."""
 
 from __future__ import annotations
 
@@ -105,8 +106,8 @@ def test_the_report_names_switches_and_integers() -> None:  # Rule 2
 
 
 def test_the_reason_for_no_switch_is_reported() -> None:
-    """A summing switch pays off from a few workers on: as int32 each worker sends twice the bytes of
-    bf16, while a server without a switch receives the gradients of each worker."""
+    """A summing switch pays off from a few workers on: as int32 each worker sends twice the bytes
+    of bf16, while a server without a switch receives the gradients of each worker."""
     mute, able, few = racks(8, sums=False), racks(8), racks(2)
     names = ["optimizer-node", "server"]
     answer = search(mute, lump(1e7, 1e9), WHOLE, batch=8, placements=names, explain=False)

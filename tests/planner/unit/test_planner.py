@@ -1,5 +1,5 @@
-"""The planner: on random clusters its pick is the best of all candidates; its output; clusters where
-nothing fits; no import of torch."""
+"""The planner: on random clusters its pick is the best of all candidates; its output; clusters
+where nothing fits; no import of torch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ OF = Constants()
 
 
 def some_cluster(seed: int) -> tuple[Cluster, ModelShape]:
-    """A random cluster: one to four small hosts of one or two kinds, some with spare hosts, SSDs and a
-    summing switch."""
+    """A random cluster: one to four small hosts of one or two kinds, some with spare hosts, SSDs
+    and a summing switch."""
     rng = random.Random(seed)
 
     def rate(low: float, high: float) -> str:
@@ -170,8 +170,8 @@ def test_a_plan_in_stages_has_a_job() -> None:
 
 
 def test_measured_speeds_bound_a_plan() -> None:
-    """The bounds that prune plans include a backward shorter than twice its forward and seconds measured
-    on a host."""
+    """The bounds that prune plans include a backward shorter than twice its forward and seconds
+    measured on a host."""
     cluster, model = two_clusters((2, 2)), gpt(4, 1024, 16, vocab=32000, seq_len=512)
     times = {("layer", n): 1e-3 * n for n in (1, 2, 4, 8)}
     of = Constants(backward=0.5, hosts={"roce": HostTimes(times), "infiniband": HostTimes(times)})
@@ -437,8 +437,8 @@ def test_a_plan_or_a_sentence(
 def test_a_step_of_many_micro_batches_that_differ_is_estimated(
     plan: Plan, model: str, where: dict[str, Any]
 ) -> None:
-    """On SSDs or links so slow that a step takes hours, no two micro-batches take equal time; simulating
-    a step of thousands of them took minutes."""
+    """On SSDs or links so slow that a step takes hours, no two micro-batches take equal time;
+    simulating a step of thousands of them took minutes."""
     cluster = eight_ssds(ssds=7, rate="1MB/s", memory_rate="1MB/s", **where)
     few, many = (
         simulate(plan.changed(num_microbatches=number), cluster, shape(model), OF, checked=False)
@@ -532,8 +532,8 @@ def test_an_impossible_batch_is_refused(batch: int, message: str) -> None:
 
 
 def test_groups_of_uneven_hosts_use_the_network() -> None:
-    """Three hosts of eight devices in two stages of twelve: each stage spans two hosts, and a stage on two
-    kinds of hosts gets the minimum of each resource."""
+    """Three hosts of eight devices in two stages of twelve: each stage spans two hosts, and a stage
+    on two kinds of hosts gets the minimum of each resource."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     plan = Plan(placement("zero1"), Parallelism(dp=12, pp=2), num_microbatches=2)
     result = simulate(plan, eight_ssds(3), model, OF, checked=False)

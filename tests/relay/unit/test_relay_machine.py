@@ -1,5 +1,5 @@
-"""The relay's state machine in a scripted world: messages of workers and completions arrive in random
-order."""
+"""The relay's state machine in a scripted world: messages of workers and completions arrive in
+random order."""
 
 import random
 
@@ -11,7 +11,8 @@ from roadtrain.servers.protocol import messages
 
 
 class World:
-    """Plays the server, which answers a pull with the requested version, and carries out actions."""
+    """Plays the server, which answers a pull with the requested version, and carries out
+    actions."""
 
     def __init__(self, workers, buffers, seed):
         self.machine, self.random = RelayStateMachine(workers, buffers), random.Random(seed)

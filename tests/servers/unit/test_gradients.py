@@ -1,5 +1,5 @@
-"""Gradients that a server holds for its workers equal plain sums bit for bit, whatever dtype each push was
-downcast to."""
+"""Gradients that a server holds for its workers equal plain sums bit for bit, whatever dtype each
+push was downcast to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pushes as frames: each arrives unchanged, and a frame that does not fit is a WireError (Rule 8)."""
+"""Pushes as frames: each arrives unchanged, and a frame that does not fit is a WireError (Rule
+8)."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def arrive(at: ParameterConnection, message: messages.Push) -> bytes:
 
 @pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
 def test_a_downcast_gradient_takes_half_the_bytes(dtype: str) -> None:
-    """From a worker through a relay, which forwards it unchanged, to a server, which has room for its fp32
-    sum."""
+    """From a worker through a relay, which forwards it unchanged, to a server, which has room for
+    its fp32 sum."""
     chunk, (relay, passing), (server, got) = CHUNKS[0], connection(), connection()
     grad = whole(chunk)
     sent = arrive(relay, messages.Push(chunk.id, grad, True, True, 7, dtype=dtype))

@@ -1,5 +1,5 @@
-"""The phases of a chunk, a slot and a relay's copy follow their transition tables, and every transition in a
-table occurs."""
+"""The phases of a chunk, a slot and a relay's copy follow their transition tables, and every
+transition in a table occurs."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ ARRAYS, SCALARS = 2, 1
 
 @st.composite
 def jobs(draw):
-    """Draw (table, records, owners, options of derive): models of a few MB, with and without the twin
-    buffers of compression."""
+    """Draw (table, records, owners, options of derive): models of a few MB, with and without the
+    twin buffers of compression."""
     dtype = draw(st.sampled_from(["fp32", "bf16"]))
     blocks = []
     for b in range(draw(st.integers(1, 7))):

@@ -1,5 +1,5 @@
-"""A worker that ends because of a lost server tells the other servers why, so that their workers' errors
-name the cause (Rule 5)."""
+"""A worker that ends because of a lost server tells the other servers why, so that their workers'
+errors name the cause (Rule 5)."""
 
 import pytest
 

@@ -132,10 +132,10 @@ def test_steps_end_committed_in_any_order_of_actions(seed, buffers):  # Rule 3, 
     ("closes", "staleness"), [(False, 0), (True, 0), (True, 1), (False, 3), (True, 3)]
 )
 def test_several_workers_meet_in_every_step(seed, closes, staleness):
-    """Workers send their events in random order, each as far ahead as its pulls allow; a chunk without
-    a gradient from some (or all) workers still gets its version. Rule 1: an update uses every push
-    of its step and no other; a pull returns the values after exactly the step it names, or newer
-    values if staleness exceeds 1.
+    """Workers send their events in random order, each as far ahead as its pulls allow; a chunk
+    without a gradient from some (or all) workers still gets its version. Rule 1: an update uses
+    every push of its step and no other; a pull returns the values after exactly the step it names,
+    or newer values if staleness exceeds 1.
     """
     rng, n = random.Random(seed), 3
     chunks, steps = range(5), 4
@@ -801,9 +801,9 @@ def test_a_server_reports_its_checksums_before_it_prepares():
 
 
 class Replicas:
-    """Servers with real state machines, workers with real ledgers, and records in place of disks. The
-    contents after a step are the earlier contents plus (session, step), so that two histories never
-    have equal contents. own: Each worker keeps a private part on server n + its number."""
+    """Servers with real state machines, workers with real ledgers, and records in place of disks.
+    The contents after a step are the earlier contents plus (session, step), so that two histories
+    never have equal contents. own: Each worker keeps a private part on server n + its number."""
 
     WORKERS = 2
 

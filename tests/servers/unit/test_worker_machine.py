@@ -1,5 +1,5 @@
-"""The worker's state machine, driven in random orders against slow servers; its messages are checked
-against counts that the test keeps itself."""
+"""The worker's state machine, driven in random orders against slow servers; its messages are
+checked against counts that the test keeps itself."""
 
 import random
 from collections import Counter, defaultdict, deque
@@ -45,8 +45,8 @@ def a_machine(*, servers=(0, 1), replicas=1, slots=3, buffers=4, committed=0, **
 
 
 class SlowServer:
-    """A server that takes its messages in order and updates, answers and commits when the test lets it.
-    Gradients of other workers have always arrived already."""
+    """A server that takes its messages in order and updates, answers and commits when the test lets
+    it. Gradients of other workers have always arrived already."""
 
     def __init__(self, world, number):
         self.world, self.number = world, number
@@ -213,7 +213,8 @@ class World:
         return sum(step <= last for step in self.updated[chunk])
 
     def check_versions(self, target, block, step):
-        """Rule 1: a step computes with the version that its staleness allows, never an older one."""
+        """Rule 1: a step computes with the version that its staleness allows, never an older
+        one."""
         staleness = self.machine.setup.staleness
         for chunk in self.machine.table.blocks[block].chunks:
             version = self.requested[target, chunk.id]
@@ -548,7 +549,8 @@ def arrive(machine, actions):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_reset_machine_requests_the_versions_of_a_new_session(staleness):
-    """After two steps the machine is reset; its pulls equal those of a machine that starts there."""
+    """After two steps the machine is reset; its pulls equal those of a machine that starts
+    there."""
     machine = a_machine(staleness=staleness)
     for step in (1, 2):
         machine.grad_ready(1, [1])

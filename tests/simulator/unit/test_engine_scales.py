@@ -1,6 +1,6 @@
-"""simulator/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates give scaled
-times, and hosts with eight fast SSDs finish a step (their weights are about 1e-12 seconds per
-byte)."""
+"""simulator/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates
+give scaled times, and hosts with eight fast SSDs finish a step (their weights are about 1e-12
+seconds per byte)."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Frac
 @settings(max_examples=300, deadline=None)
 @given(sharing())
 def test_sharing_is_max_min_at_any_scale(case: tuple[list[Resource], list[Task]]) -> None:
-    """No resource exceeds its capacity, and each task has its max-min rate up to rounding (1e-11 of the
-    capacity)."""
+    """No resource exceeds its capacity, and each task has its max-min rate up to rounding (1e-11 of
+    the capacity)."""
     resources, tasks = case
     found, expected = fair_rates(tasks, resources), exact_rates(tasks, resources)
     assert set(found) == set(tasks)
@@ -108,7 +108,8 @@ def test_a_resource_without_a_limit_limits_nothing() -> None:
 
 
 def cluster(scale: float, hosts: int = 2) -> Cluster:
-    """Two hosts and a spare host, with all rates multiplied and all latencies divided by `scale`."""
+    """Two hosts and a spare host, with all rates multiplied and all latencies divided by
+    `scale`."""
 
     def rate(gigabytes: float) -> str:
         return f"{gigabytes * 1e9 * scale:.12f}B/s"

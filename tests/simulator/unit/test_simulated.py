@@ -141,8 +141,8 @@ def test_reads_and_writes_in_the_order_of_arrival_need_two_buffers_only() -> Non
 
 
 def test_the_next_forward_begins_while_gradients_travel() -> None:
-    """A server's links are busy in both directions: a step with all blocks kept takes the time of the
-    parameters' bytes once, not twice."""
+    """A server's links are busy in both directions: a step with all blocks kept takes the time of
+    the parameters' bytes once, not twice."""
     model, s = lump(1e9, 1e10, blocks=16), 2e9
     plan, where = {"slots": 16, "update_at": "gradient"}, cluster(1, 1)
     where = where.model_copy(
@@ -169,8 +169,8 @@ def note_calls(
 
 
 def logged_actions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
-    """Record (step, action, block or chunk) in order: what the worker of the only simulated stage runs
-    and what its server's state machine decides."""
+    """Record (step, action, block or chunk) in order: what the worker of the only simulated stage
+    runs and what its server's state machine decides."""
     log: list[tuple[int, str, int]] = []
     begun = 0  # steps
 
@@ -284,8 +284,8 @@ def test_a_pipeline_bubble_has_its_closed_form(num_microbatches: int) -> None:
 
 
 def test_rows_of_tables_go_all_to_all() -> None:
-    """DLRM: tables are spread over the devices; looked-up rows cross the network once in forward and
-    their gradients once in backward. Tables are not summed, and each device keeps its part."""
+    """DLRM: tables are spread over the devices; looked-up rows cross the network once in forward
+    and their gradients once in backward. Tables are not summed, and each device keeps its part."""
     model = shape("DLRM-Kaggle")
     tables = model.blocks[0]
     for n in (2, 8):

@@ -1,6 +1,7 @@
-"""Simulating each worker separately: stages of unequal width, hosts of unequal speed, shared cards, a
-placement per stage, streamed virtual stages, and optimizers whose parameters are gathered in the next
-forward. Checked against closed forms and the simulation in which a single worker stands for all."""
+"""Simulating each worker separately: stages of unequal width, hosts of unequal speed, shared cards,
+a placement per stage, streamed virtual stages, and optimizers whose parameters are gathered in the
+next forward. Checked against closed forms and the simulation in which a single worker stands for
+all."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ def test_separate_replicas_equal_the_shared_simulation(seed: int) -> None:
 
 @pytest.mark.parametrize("name", [*PLACEMENTS])
 def test_ranks_on_a_host_share_its_traffic(name: str) -> None:
-    """Hosts of two devices, each rank simulated separately: a ring crosses a card once for both, and a
-    server gets a single gradient per host, as in the shared simulation."""
+    """Hosts of two devices, each rank simulated separately: a ring crosses a card once for both,
+    and a server gets a single gradient per host, as in the shared simulation."""
     where = cluster(2, 1, devices=2, sums=True)
     plan = Plan(placement(name), Parallelism(dp=4), num_microbatches=2, overlap=False)
     model = lump(4e8, 1e12)
@@ -128,8 +129,8 @@ def test_unequal_widths_take_the_slowest_stage(
 
 
 def test_a_slow_host_has_its_own_measured_seconds() -> None:
-    """In a stage of two hosts one at half the speed delays the other; in a stage of its own with fewer
-    layers it does not."""
+    """In a stage of two hosts one at half the speed delays the other; in a stage of its own with
+    fewer layers it does not."""
     model = pipe(12)
     kinds = [
         cluster(1).hosts[0].model_copy(update={"name": name, "nics": cluster(1).hosts[0].nics})
@@ -274,8 +275,8 @@ def test_two_switches_share_the_link_between_them() -> None:
 
 
 def test_an_overlapping_optimizer_hides_its_traffic() -> None:
-    """Gradients are sent during the last backward and parameters arrive during the next forward: a step
-    grows only by the time that exceeds the computing."""
+    """Gradients are sent during the last backward and parameters arrive during the next forward: a
+    step grows only by the time that exceeds the computing."""
     model = lump(1e9, 4e13, blocks=32)
     each = 4e9 * 3 / 4 / RATE  # (d - 1) / d of the fp32 bytes, in each direction
     compute = 3 * 4e13 / 50e12
@@ -341,8 +342,8 @@ def test_cards_carry_the_computed_bytes(
 
 @pytest.mark.parametrize("name", ["files", "server", "zero-offload", "zero3"])
 def test_virtual_stages_are_streamed(name: str) -> None:
-    """Each device fetches its share of the model in each pass of each micro-batch; blocks of a part are
-    fetched once if the micro-batches run on it in turn and its slots suffice."""
+    """Each device fetches its share of the model in each pass of each micro-batch; blocks of a part
+    are fetched once if the micro-batches run on it in turn and its slots suffice."""
     model, m, pp, parts = lump(8e8, 1e9, blocks=16), 4, 2, 2
     plan = Plan(
         placement(name),
@@ -365,8 +366,8 @@ def test_virtual_stages_are_streamed(name: str) -> None:
 
 
 def test_a_placement_for_each_stage() -> None:
-    """An optimizer node, plain data parallelism and files in the same plan: the traffic of each stage
-    is that of its placement."""
+    """An optimizer node, plain data parallelism and files in the same plan: the traffic of each
+    stage is that of its placement."""
     names = ("optimizer-node", "ddp", "files")
     where, model = cluster(4, 1, sums=True), pipe(12, params=1.2e8)
     plan = Plan(
@@ -397,7 +398,8 @@ def test_a_placement_for_each_stage() -> None:
 
 @pytest.mark.parametrize("name", [*PLACEMENTS])
 def test_every_placement_takes_unequal_widths(name: str) -> None:
-    """The run reaches a steady state, no resource exceeds its capacity, and no bound is violated."""
+    """The run reaches a steady state, no resource exceeds its capacity, and no bound is
+    violated."""
     where = cluster(5, 2, sums=True)
     plan = Plan(
         placement(name),

@@ -1,5 +1,5 @@
-"""The simulated fan-in: traffic of links, bounds of a step, and the use of the real end's state machine
-(Rule 7)."""
+"""The simulated fan-in: traffic of links, bounds of a step, and the use of the real end's state
+machine (Rule 7)."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_separate_workers_take_as_long_as_the_shared_worker(
 
 
 def test_the_slowest_worker_is_waited_for() -> None:
-    """One of three workers computes ten times as long: its parameters still arrive in the same broadcasts,
-    so the node's traffic does not grow."""
+    """One of three workers computes ten times as long: its parameters still arrive in the same
+    broadcasts, so the node's traffic does not grow."""
     where = racks(2, 1)
     quick, slow = (HostTimes({("layer", 1): s}) for s in (0.001, 0.01))
     of = Constants(network=1.0, hosts={"workers 0": quick, "workers 1": slow})
@@ -184,8 +184,8 @@ def test_the_slowest_worker_is_waited_for() -> None:
 
 
 def test_a_pull_of_a_single_worker_is_answered_alone() -> None:
-    """Replicas with 3 and 2 micro-batches stream their blocks: only one worker makes the third pull of a
-    block, which is answered over TCP after a wait (Rule 5)."""
+    """Replicas with 3 and 2 micro-batches stream their blocks: only one worker makes the third pull
+    of a block, which is answered over TCP after a wait (Rule 5)."""
     where = racks(3, 2)
     plan = Plan(
         placement("optimizer-node"), Parallelism(dp=2, pp=1, widths=(2,)), num_microbatches=5

@@ -1,5 +1,5 @@
-"""The simulation runs the real state machines (Rule 7): which of protocol/ drive a simulated step, and that
-each of them affects it."""
+"""The simulation runs the real state machines (Rule 7): which of protocol/ drive a simulated step,
+and that each of them affects it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_which_state_machines_drive_a_placement(
 def test_the_reducer_machine_decides_when_a_sum_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reducer that waits for ever blocks the step; one that does not wait for all workers is noticed."""
+    """A reducer that waits for ever blocks the step; one that does not wait for all workers is
+    noticed."""
     original = ReducerStateMachine.arrived
     monkeypatch.setattr(ReducerStateMachine, "arrived", lambda self, worker, part: None)
     with pytest.raises(LoopError, match="is deadlocked"):
@@ -82,7 +83,8 @@ def test_the_reducer_machine_decides_when_a_sum_is_complete(
 
 
 def test_the_membership_machine_decides_who_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare hosts that are never admitted sum nothing: the step is that of a cluster without them."""
+    """Spare hosts that are never admitted sum nothing: the step is that of a cluster without
+    them."""
     alone, helped = (run("summation", cluster(4, spares), lump(1e9)) for spares in (0, 2))
     assert helped.seconds < 0.9 * alone.seconds
     monkeypatch.setattr(MembershipStateMachine, "offered", lambda self, address, rate: [])

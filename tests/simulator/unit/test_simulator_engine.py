@@ -1,5 +1,5 @@
-"""simulator/engine.py: sharing, lanes and order; a schedule computed by hand; folded workers take as long as
-separate ones."""
+"""simulator/engine.py: sharing, lanes and order; a schedule computed by hand; folded workers take
+as long as separate ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 
 
 def test_ten_tasks_computed_by_hand() -> None:
-    """Two hosts compute 1 s per block and push 2 blocks of 30 B over a link of 10 B/s; a server updates
-    each in 2 s.
+    """Two hosts compute 1 s per block and push 2 blocks of 30 B over a link of 10 B/s; a server
+    updates each in 2 s.
 
     0-1 both compute. 1-2 two pushes of 30 B share the link, 5 B/s each, while both compute again.
-    From 2 on four share it, 2.5 B/s each: the first two have 25 B left and end at 12; the others then
-    have 5 B left, at 5 B/s, and end at 13. The updates of the first two run in sequence: 12-14,
-    14-16.
+    From 2 on four share it, 2.5 B/s each: the first two have 25 B left and end at 12; the others
+    then have 5 B left, at 5 B/s, and end at 13. The updates of the first two run in sequence:
+    12-14, 14-16.
     """
     engine = Engine()
     link, cpu = engine.resource("link", 10), engine.lane("cpu")
@@ -92,8 +92,8 @@ def crowds(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
 
 @given(crowds())
 def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
-    """No resource exceeds its capacity, and no task could get more except from a task with no higher
-    rate."""
+    """No resource exceeds its capacity, and no task could get more except from a task with no
+    higher rate."""
     resources, tasks = crowd
     rates = fair_rates(tasks, resources)
     used = {r: sum(rates[t] * w for t in tasks for u, w in t.uses if u is r) for r in resources}
@@ -121,8 +121,8 @@ def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
 def test_folded_workers_take_as_long_as_separate_ones(
     workers: int, steps: list[tuple[float, float, bool]]
 ) -> None:
-    """n identical workers, each with its own device and card, and a server: equal to a single worker whose
-    transfers have weight n at the server."""
+    """n identical workers, each with its own device and card, and a server: equal to a single
+    worker whose transfers have weight n at the server."""
 
     def run(count: int, weight: float) -> float:
         engine = Engine()

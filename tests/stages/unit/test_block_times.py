@@ -63,8 +63,8 @@ class Block(nn.Module):
 
 
 class Slow(nn.Module):
-    """A model whose blocks take 5 ms forward and 10 ms backward times their weight, with a head of 10 ms
-    and a short embedding."""
+    """A model whose blocks take 5 ms forward and 10 ms backward times their weight, with a head of
+    10 ms and a short embedding."""
 
     def __init__(self, weights: tuple[float, ...]) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ def loss(result: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 def test_the_speed_of_a_segment_is_measured_per_block(
     segments: list[Segment], blocks: list[int], after: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 ms forward and 10 ms backward per weight of 1, wherever the cuts are; the head counts as two
-    blocks. Stages without the embedding add its time to their blocks."""
+    """5 ms forward and 10 ms backward per weight of 1, wherever the cuts are; the head counts as
+    two blocks. Stages without the embedding add its time to their blocks."""
     clock = Clock()
     monkeypatch.setattr(block_times, "time", clock)
     monkeypatch.setattr(sys.modules[__name__], "time", clock)
@@ -137,8 +137,8 @@ def test_timing_leaves_the_model_unchanged() -> None:
 
 
 def test_parameters_and_activations_of_blocks_are_counted() -> None:
-    """A block keeps at most its input, the output of its linear, two statistics, and the mask and input of
-    its dropout; parameters count for the block that owns them."""
+    """A block keeps at most its input, the output of its linear, two statistics, and the mask and
+    input of its dropout; parameters count for the block that owns them."""
     stage, cuts, sizes = stage_of(Segment(0, 4))
     blocks, (before, after) = block_memories(
         cuts, sizes, [measure_blocks(stage, BATCH, loss, least_s=0.1)]
@@ -161,8 +161,8 @@ def test_untimed_blocks_get_the_activations_of_the_others() -> None:
 
 
 def test_a_host_that_computes_in_bursts_does_not_count_as_fast() -> None:
-    """Every third block stalls for the time of four blocks, as under a CPU limit: the mean includes the
-    stalls, a median would not."""
+    """Every third block stalls for the time of four blocks, as under a CPU limit: the mean includes
+    the stalls, a median would not."""
     stage, _, _ = stage_of(Segment(0, 4))
     turns = iter(range(1 << 20))
 

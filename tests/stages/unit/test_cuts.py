@@ -1,4 +1,5 @@
-"""Places where models can be cut, values that cross a cut, and a stage that runs the model's forward."""
+"""Places where models can be cut, values that cross a cut, and a stage that runs the model's
+forward."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """A chain of blocks. skip: Pass the result of block 0 to block 3 as well. shared: Pass a common scale to all blocks."""
+    """A chain of blocks. skip: Pass the result of block 0 to block 3 as well. shared: Pass a common
+    scale to all blocks."""
 
     def __init__(self, skip: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -135,7 +137,8 @@ class WithoutGradient(Chain):
 
 
 def test_values_without_a_gradient_are_passed_on_too() -> None:
-    """Values used in a comparison, as an index, or not at all: never NaN or the least integer (Rule 6)."""
+    """Values used in a comparison, as an index, or not at all: never NaN or the least integer (Rule
+    6)."""
     torch.manual_seed(0)
     model, x = WithoutGradient(), torch.randn(3, 4)
     cuts = Cuts(model, (x,), {})

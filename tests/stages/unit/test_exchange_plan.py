@@ -1,5 +1,5 @@
-"""Plans for exchanging pieces between ranks, checked element by element against brute force; and the
-state after a source has failed."""
+"""Plans for exchanging pieces between ranks, checked element by element against brute force; and
+the state after a source has failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ RANKS = 4
 def cut_at_random(
     choose: random.Random, ranks: int, copies: int
 ) -> tuple[list[list[Extent]], dict[tuple[str, int], set[int]]]:
-    """Give every element to at most `copies` ranks. Returns the extents of each rank and the owners of each element."""
+    """Give every element to at most `copies` ranks. Returns the extents of each rank and the owners
+    of each element."""
     haves: list[list[Extent]] = [[] for _ in range(ranks)]
     owners: dict[tuple[str, int], set[int]] = {}
     for name, size in SIZES.items():
@@ -80,7 +81,8 @@ def test_each_rank_gets_each_element_once_from_its_cheapest_owner(seed: int) -> 
 
 
 def finishes(plan: list[PieceTransfer], ranks: int) -> bool:
-    """Whether all transfers finish if each rank runs its own in order and a transfer needs both ranks."""
+    """Whether all transfers finish if each rank runs its own in order and a transfer needs both
+    ranks."""
     queues = [[t for t in plan if rank in (t.source, t.target)] for rank in range(ranks)]
     while any(queues):
         ready = [

@@ -1,4 +1,5 @@
-"""The diagnosis that a preflight draws from its findings, how ranks meet, and which job it reads. No networks."""
+"""The diagnosis that a preflight draws from its findings, how ranks meet, and which job it reads.
+No networks."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ LINKS = links_of(NETWORKS)
 
 
 def reports(received_from=None, ahead=None, **trouble):
-    """Reports of three hosts. ahead: Seconds by which a host's clock runs ahead. trouble: Fault by "source_target"."""
+    """Reports of three hosts. ahead: Seconds by which a host's clock runs ahead. trouble: Fault by
+    "source_target"."""
     ahead, out = ahead or {}, {}
     for name in ("a", "b", "c"):
         findings = []
@@ -229,7 +231,8 @@ def launch(rank, world_size, port=0, address="127.0.0.1", **more):
 
 
 def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
-    """Let all ranks meet, each in a thread. Returns by rank its result or error. agent: Holds the store."""
+    """Let all ranks meet, each in a thread. Returns by rank its result or error. agent: Holds the
+    store."""
     port, out = agent.port if agent else free_port(), {}
 
     def meet(rank):

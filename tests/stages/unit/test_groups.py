@@ -1,5 +1,5 @@
-"""Process groups (stages/rank_groups.py, host_ranks.py) on clusters of any size, checked against the
-paper's formulas and by brute force; which parallelisms are refused or suit."""
+"""Process groups (stages/rank_groups.py, host_ranks.py) on clusters of any size, checked against
+the paper's formulas and by brute force; which parallelisms are refused or suit."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def train(root, where, steps, seed=1, after_step=lambda step: None, **options):
 
 
 def resume(root, where, seed=2, lines=None, **options):
-    """Resume with other cuts than before and check all values. Returns the step that each rank found."""
+    """Resume with other cuts than before and check all values. Returns the step that each rank
+    found."""
 
     def rank(links):
         found = snapshots(links, root, lines, **options).find()

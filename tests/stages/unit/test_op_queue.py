@@ -22,7 +22,8 @@ def job(what, begin=lambda: None, end=lambda: None):
 
 @pytest.mark.parametrize("wait", ["all", "one"])
 def test_a_caller_that_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
-    """The failure ends all jobs, so none is in progress any more, which must not count as success."""
+    """The failure ends all jobs, so none is in progress any more, which must not count as
+    success."""
     queue, go, done = CollectiveQueue("stage 1", 5.0), threading.Event(), []
     queue.put(job("a sum", lambda: go.wait(5) and fails()))
     queue.put(job("another", end=lambda: done.append(1)))

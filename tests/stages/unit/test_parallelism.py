@@ -110,8 +110,8 @@ def test_one_forward_one_backward() -> None:
 
 
 def test_the_interleaved_schedule_equals_the_papers() -> None:
-    """Narayanan et al. (2021), Figure 4, bottom: the last of 4 stages with 2 parts and 8 micro-batches
-    (counted from 1, those of the second part marked)."""
+    """Narayanan et al. (2021), Figure 4, bottom: the last of 4 stages with 2 parts and 8
+    micro-batches (counted from 1, those of the second part marked)."""
     order = PipelineShape(3, 0, (1,) * 4, 2, 8).order()
     text = " ".join(run.what[0] + str(run.micro + 1) + "'" * run.part for run in order)
     assert text.startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
@@ -123,7 +123,8 @@ def test_the_interleaved_schedule_equals_the_papers() -> None:
 def run_stages(
     stages: int, num_microbatches: int, parts: int, pick: Callable[[int], int]
 ) -> list[tuple[int, RunBlocks]]:
-    """Run state machines whose messages arrive in any order. Returns all runs of blocks in order."""
+    """Run state machines whose messages arrive in any order. Returns all runs of blocks in
+    order."""
     shapes = [PipelineShape(s, 0, (1,) * stages, parts, num_microbatches) for s in range(stages)]
     machines = [StageStateMachine(shape) for shape in shapes]
     todo: list[tuple[int, RunBlocks]] = [
@@ -150,8 +151,8 @@ def run_stages(
 def test_stages_finish_for_any_order_of_messages(
     stages: int, num_microbatches: int, parts: int, random: Random
 ) -> None:
-    """Every part of every stage runs every micro-batch once in each direction, its gradients are complete
-    once, and no stage holds more activations than its depth."""
+    """Every part of every stage runs every micro-batch once in each direction, its gradients are
+    complete once, and no stage holds more activations than its depth."""
     num_microbatches = num_microbatches * stages if parts > 1 else num_microbatches
     done = run_stages(stages, num_microbatches, parts, random.randrange)
     assert sorted((s, r.what, r.micro, r.part) for s, r in done) == sorted(
@@ -169,8 +170,8 @@ def test_stages_finish_for_any_order_of_messages(
 @pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 def test_the_bubble_equals_the_papers(stages: int, turns: int, parts: int) -> None:
-    """With equal stages, a forward of 1 / v, a backward of 2 / v and messages that take no time, a step takes
-    3 m + 3 (p - 1) / v (Narayanan et al., 2021, section 2.2)."""
+    """With equal stages, a forward of 1 / v, a backward of 2 / v and messages that take no time, a
+    step takes 3 m + 3 (p - 1) / v (Narayanan et al., 2021, section 2.2)."""
     num_microbatches, now, ends, numbers = (
         turns * stages,
         Fraction(),
@@ -254,8 +255,8 @@ print(solver.objective_value / 2)
 
 @pytest.mark.parametrize(("layers", "n"), [pytest.param(48, 8, marks=pytest.mark.slow), (31, 7)])
 def test_balanced_stages_equal_those_of_a_solver(layers: int, n: int) -> None:
-    """OR-Tools' CP-SAT on sizes too large for brute force. It runs in a separate process, since a process
-    with both CP-SAT and NIXL (plugins/rdma) crashes."""
+    """OR-Tools' CP-SAT on sizes too large for brute force. It runs in a separate process, since a
+    process with both CP-SAT and NIXL (plugins/rdma) crashes."""
     rng = Random(layers)
     weights = [rng.choice([3, 4, 5]) for _ in range(layers)]
     speeds, end = [rng.choice([1, 2]) for _ in range(n)], rng.randint(0, 20)

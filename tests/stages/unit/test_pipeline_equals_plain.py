@@ -1,5 +1,6 @@
-"""A pipeline whose ranks are threads gives the losses and gradients of a single process. Messages arrive as
-late as possible: a buffer holds NaN from the moment its receive is posted until it is awaited."""
+"""A pipeline whose ranks are threads gives the losses and gradients of a single process. Messages
+arrive as late as possible: a buffer holds NaN from the moment its receive is posted until it is
+awaited."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def loss_of(result: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 class LateLinks:
-    """Links that deliver messages only when awaited. sent: Shared by all ranks, a queue for each pair of
-    sender and receiver. breaks: Number of the wait at which the connection is lost, or 0 for none."""
+    """Links that deliver messages only when awaited. sent: Shared by all ranks, a queue for each
+    pair of sender and receiver. breaks: Number of the wait at which the connection is lost, or 0
+    for none."""
 
     def __init__(self, sent: dict, breaks: int = 0) -> None:
         self.sent, self.breaks = sent, breaks

@@ -1,5 +1,5 @@
-"""A rank's part of a step and of an evaluation, with fake parts and links that record messages; and the
-options that must be equal on all ranks of a job."""
+"""A rank's part of a step and of an evaluation, with fake parts and links that record messages; and
+the options that must be equal on all ranks of a job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""stages/protocol/pipeline.py with different numbers of replicas per stage: no rank waits for ever, memory
-is bounded, and receives can be posted ahead in the order of the sends (NCCL's rule)."""
+"""stages/protocol/pipeline.py with different numbers of replicas per stage: no rank waits for ever,
+memory is bounded, and receives can be posted ahead in the order of the sends (NCCL's rule)."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def random_run(pipeline: Pipeline, random: Random) -> None:
 def test_stages_of_any_widths_finish(
     widths: list[int], num_microbatches: int, random: Random
 ) -> None:
-    """Including fewer micro-batches than replicas, some of which are then idle. No rank waits for a message
-    that never arrives (Rule 5), and held activations are bounded (Rule 4)."""
+    """Including fewer micro-batches than replicas, some of which are then idle. No rank waits for a
+    message that never arrives (Rule 5), and held activations are bounded (Rule 4)."""
     pipeline = Pipeline(widths, num_microbatches)
     random_run(pipeline, random)
     assert all(machine.finished for machine in pipeline.machines.values())
@@ -157,8 +157,8 @@ def transfers_by_channel(
 def test_receives_are_in_the_order_of_sends(
     widths: list[int], num_microbatches: int, parts: int, random: Random
 ) -> None:
-    """On each channel both ranks predict the transfers that are then sent, in the same order (NCCL matches
-    by order alone)."""
+    """On each channel both ranks predict the transfers that are then sent, in the same order (NCCL
+    matches by order alone)."""
     if parts > 1:
         widths = [widths[0]] * len(widths)
         num_microbatches *= len(widths) * widths[0]
@@ -209,9 +209,9 @@ def test_the_condition_against_deadlock_holds(widths: list[int]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 6))
 def test_every_stage_is_busy(widths: list[int], turns: int) -> None:
-    """If a replica's time per micro-batch is proportional to the width of its stage, each stage finishes a
-    micro-batch per second. Once the pipeline is full no stage idles: the step takes its micro-batches
-    plus the time to fill and drain."""
+    """If a replica's time per micro-batch is proportional to the width of its stage, each stage
+    finishes a micro-batch per second. Once the pipeline is full no stage idles: the step takes its
+    micro-batches plus the time to fill and drain."""
     num_microbatches = turns * 12 * len(widths)
     pipeline = Pipeline(widths, num_microbatches)
     seconds = [{FORWARD: Fraction(d), BACKWARD: Fraction(2 * d)} for d in widths]

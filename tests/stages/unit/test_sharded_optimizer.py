@@ -1,4 +1,5 @@
-"""The sharded optimizer on a single rank: hooks, waits, refusals, and bits equal to the update rules."""
+"""The sharded optimizer on a single rank: hooks, waits, refusals, and bits equal to the update
+rules."""
 
 import time
 from copy import deepcopy
@@ -168,7 +169,8 @@ def test_overlap_changes_no_bit(made):  # Rule 1
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Delay updates and fill a bucket with NaN until its update, so that code that does not wait reads NaN."""
+    """Delay updates and fill a bucket with NaN until its update, so that code that does not wait
+    reads NaN."""
     update = BucketState.update
 
     def late(self, *args):

@@ -1,4 +1,5 @@
-"""When other stage sizes are offered (stages/protocol/drift.py) and which sizes fit (stage_memory.py)."""
+"""When other stage sizes are offered (stages/protocol/drift.py) and which sizes fit
+(stage_memory.py)."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def test_noise_offers_nothing(seed: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_throttle_is_answered_within_steps(stage: int, seed: int) -> None:
-    """A stage slows to 60 % of its speed, with 3 % noise: within half a window plus HOLD steps the sizes
-    best at that speed are offered, and afterwards nothing more."""
+    """A stage slows to 60 % of its speed, with 3 % noise: within half a window plus HOLD steps the
+    sizes best at that speed are offered, and afterwards nothing more."""
     rng, drift = Random(seed), watch()
 
     def seconds(slow: float) -> list[float]:
@@ -100,9 +101,9 @@ MEMORY = StageMemory(
 
 
 def test_a_stages_memory() -> None:
-    """Stage 0: 3 blocks and the embedding; 8 bytes per parameter plus 8 / 2 of state; activations of two
-    micro-batches (width 2 before width 1: one forward ahead of a backward). Stage 1: 8 + 8 bytes per
-    parameter, activations of one micro-batch."""
+    """Stage 0: 3 blocks and the embedding; 8 bytes per parameter plus 8 / 2 of state; activations
+    of two micro-batches (width 2 before width 1: one forward ahead of a backward). Stage 1: 8 + 8
+    bytes per parameter, activations of one micro-batch."""
     assert MEMORY.need(0, (range(3),)) == 35 * (8 + 4) + 2 * 60
     assert MEMORY.need(1, (range(3, 8),)) == 50 * 16 + 1 * (5 * 20 + 40)
     assert not MEMORY.fits(1, (range(3, 8),)) and MEMORY.fits(1, (range(5, 8),))

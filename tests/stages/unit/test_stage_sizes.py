@@ -1,5 +1,5 @@
-"""stages/protocol/step_model.py and stage_sizes.py: step times against the state machines, the exact search
-against brute force, the paper's formula."""
+"""stages/protocol/step_model.py and stage_sizes.py: step times against the state machines, the
+exact search against brute force, the paper's formula."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.support.step_works import still_work
 
 
 def simulated_seconds(work: StepWork, sizes: tuple[int, ...]) -> float:
-    """Run the state machines on a virtual clock: one run at a time per replica, and one message at a time
-    per replica, boundary and direction. Returns the step time."""
+    """Run the state machines on a virtual clock: one run at a time per replica, and one message at
+    a time per replica, boundary and direction. Returns the step time."""
     p, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
@@ -171,8 +171,8 @@ def test_the_exact_search_is_never_worse_than_the_formula(
 
 
 def test_the_search_minimizes_the_step_not_the_slowest_stage() -> None:
-    """With two micro-batches the path through the other stages counts: 4 + 1 + 4 has the fastest slowest
-    stage but takes 3 x (2 x 4 + 2 + 4) = 42 s."""
+    """With two micro-batches the path through the other stages counts: 4 + 1 + 4 has the fastest
+    slowest stage but takes 3 x (2 x 4 + 2 + 4) = 42 s."""
     work = still_work((StageSpeed(1, 2), StageSpeed(2, 4), StageSpeed(1, 2)), 9, 2)
     assert balanced([1.0] * 9, [1.0, 0.5, 1.0]) == (4, 1, 4)
     assert StepModel(work).seconds((4, 1, 4)) == 42
@@ -219,7 +219,8 @@ def test_the_papers_formula() -> None:
 
 
 def test_the_papers_formula_under_memory() -> None:
-    """Layers without room in the first cluster go to the last; those of the last go to the first with room."""
+    """Layers without room in the first cluster go to the last; those of the last go to the first
+    with room."""
     work, clusters = paper_work(30, 197, 160), ["ib", "roce"]
 
     def at_most(*most: int):

@@ -1,5 +1,5 @@
-"""TensorSplit and TensorPieces: the elements of a parameter that a tensor rank holds, as positions in the
-whole parameter."""
+"""TensorSplit and TensorPieces: the elements of a parameter that a tensor rank holds, as positions
+in the whole parameter."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Mesh:
 
 
 class Kept:
-    """The optimizer of rank `data` of `width`, which cuts parameters into shares without regard to rows
-    or parts."""
+    """The optimizer of rank `data` of `width`, which cuts parameters into shares without regard to
+    rows or parts."""
 
     def __init__(self, values, data=0, width=1):
         self.values = {name: x.flatten().clone() for name, x in values.items()}
@@ -210,7 +210,8 @@ def test_replicated_parameters_are_counted_once():
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("to", [(1, 2), (4, 1), (2, 2)])
 def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
-    """Rule 3: a snapshot of tp 2, dp 2 is read with other degrees; each host has its own directory."""
+    """Rule 3: a snapshot of tp 2, dp 2 is read with other degrees; each host has its own
+    directory."""
     whole, _ = parameters()
     params = [ParamEntry(name, tuple(x.shape), "fp32", "adamw") for name, x in whole.items()]
 

@@ -33,8 +33,8 @@ SHAPES = st.one_of(
 
 @st.composite
 def models(draw):
-    """Blocks of parameters with any mixture of dtype, group and trainability, including empty parameters
-    and blocks."""
+    """Blocks of parameters with any mixture of dtype, group and trainability, including empty
+    parameters and blocks."""
     blocks, n = [], 0
     for b in range(draw(st.integers(1, 4))):
         specs = []

@@ -1,5 +1,5 @@
-"""Whether a start may resume from the states it finds: no committed step is lost and no fork is missed
-(Rules 3 and 6)."""
+"""Whether a start may resume from the states it finds: no committed step is lost and no fork is
+missed (Rules 3 and 6)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_a_server_that_lagged_does_not_resume_alone():
 
 
 def test_a_session_that_a_server_never_began_has_no_step():
-    """The run died while it began: server 1 has the link, server 0 has not, and both hold the same contents."""
+    """The run died while it began: server 1 has the link, server 0 has not, and both hold the same
+    contents."""
     found = {0: ServerHoldings(5, (A,)), 1: ServerHoldings(5, (A, B))}
     assert histories(found).resume() == Resume(5, (0, 1), (A,))
     assert histories({0: found[0]}).resume(Witness("a", "b", (0, 1))) == Resume(5, (0,), (A,))
@@ -161,8 +162,9 @@ def test_a_witness_is_written_and_parsed():
 
 
 class World:
-    """Servers whose disks hold a history and the two newest steps; the contents of a step list every
-    session and step that made them. announced: Contents of the last step announced as committed."""
+    """Servers whose disks hold a history and the two newest steps; the contents of a step list
+    every session and step that made them. announced: Contents of the last step announced as
+    committed."""
 
     def __init__(self, draw, n, marked):
         self.draw, self.n, self.marked = draw, n, marked
@@ -190,8 +192,8 @@ class World:
         )
 
     def start(self, alive):
-        """Start with the servers that answer; the start may end at any point. It must resume with all
-        announced contents."""
+        """Start with the servers that answer; the start may end at any point. It must resume with
+        all announced contents."""
         found, given_up = {i: self.held(i) for i in alive}, ()
         try:
             got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness)
@@ -260,8 +262,8 @@ class World:
         self.testify(link, alive, alive)
 
     def testify(self, link, alive, ready):
-        """Worker 0 sees (or believes) that one of two servers dies, or ends well, and permits the other to
-        continue; or it dies too."""
+        """Worker 0 sees (or believes) that one of two servers dies, or ends well, and permits the
+        other to continue; or it dies too."""
         if self.n != 2 or self.marked or len(alive) != 2 or not self.draw(st.booleans()):
             return
         dead = self.draw(st.sampled_from(alive))
@@ -315,7 +317,8 @@ def test_one_server_may_die_with_its_disk(data, n, marked):
 
 @pytest.mark.parametrize("replicas", [True, False])
 def test_the_suggested_way_out_of_a_fork_works(replicas):
-    """Servers without replicas cannot be given up, since no other server has their chunks (Rule 6)."""
+    """Servers without replicas cannot be given up, since no other server has their chunks (Rule
+    6)."""
     holders = ring(2) if replicas else {(0,), (1,)}
     forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
     with pytest.raises(ForkedError, match="these two servers were trained separately") as raised:

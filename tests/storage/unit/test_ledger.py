@@ -1,5 +1,5 @@
-"""The two files of a ledger: the record that is loaded, the records that are erased, and that only a
-complete record of this store is accepted (Rule 3)."""
+"""The two files of a ledger: the record that is loaded, the records that are erased, and that only
+a complete record of this store is accepted (Rule 3)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def test_records_of_another_time_or_store_are_never_loaded(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("sessions", [False, True])
 def test_only_a_complete_record_is_accepted(tmp_path: Path, sessions: bool) -> None:
-    """Records torn anywhere, with a flipped bit in any byte, or of another program with a matching checksum."""
+    """Records torn anywhere, with a flipped bit in any byte, or of another program with a matching
+    checksum."""
     create_with_steps(tmp_path, 6, sessions=sessions).close()
     file = tmp_path / "ledger.0"
     record = record_in(file)

@@ -1,5 +1,5 @@
-"""The mark in a run directory: another store, an older store or an empty directory is not taken for the
-run's store."""
+"""The mark in a run directory: another store, an older store or an empty directory is not taken for
+the run's store."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_a_store_ahead_of_the_lines(tmp_path: Path) -> None:
 
 
 def test_a_start_that_returns_to_a_snapshot(tmp_path: Path) -> None:
-    """State in RAM returns to its snapshot. The mark records this first, and the lines of metrics.jsonl
-    count again only once they have been cut to the same step."""
+    """State in RAM returns to its snapshot. The mark records this first, and the lines of
+    metrics.jsonl count again only once they have been cut to the same step."""
     write_mark(tmp_path, 9)
     mark = Mark(tmp_path, witness=9)
     with pytest.raises(ForeignError):

@@ -1,5 +1,5 @@
-"""Converting a store to another number of directories, chunk size or dtype of the copy is exact and uses
-bounded memory, and a kill during it leaves the old store."""
+"""Converting a store to another number of directories, chunk size or dtype of the copy is exact and
+uses bounded memory, and a kill during it leaves the old store."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stores on files: after any crash the last committed step is intact (Rule 3), and every fault is a typed
-error that names file, chunk and step."""
+"""Stores on files: after any crash the last committed step is intact (Rule 3), and every fault is a
+typed error that names file, chunk and step."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def step_of(store: OpenedStore, step: int) -> None:
 
 
 class Model:
-    """Reference for the store: committed and newest bytes of every part in a dict, None for an absent
-    part."""
+    """Reference for the store: committed and newest bytes of every part in a dict, None for an
+    absent part."""
 
     def __init__(self, directories: list[Path]) -> None:
         self.directories, self.store, self.step = directories, made(directories), 0
@@ -148,8 +148,8 @@ class Model:
         self.committed, self.written = dict(self.newest), set()
 
     def crash(self, prepared: int, garbage: bool, torn_at: float | None) -> None:
-        """Simulate a kill or power cut: some directories hold the next step's record, slots being written
-        may hold garbage, and directory 0's new record may be torn."""
+        """Simulate a kill or power cut: some directories hold the next step's record, slots being
+        written may hold garbage, and directory 0's new record may be torn."""
         tiers = self.store.tiers
         for tier in [*tiers[1:], tiers[0]][:prepared]:
             tier.prepare(self.step + 1, b"lost" * 50)
@@ -386,8 +386,8 @@ def test_empty_directories_and_unfinished_generations(tmp_path: Path) -> None:
 def test_a_new_stores_files_are_durable_with_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slot 1 is not written before the first step: if its size were not synced, a power cut before that
-    would leave no store."""
+    """Slot 1 is not written before the first step: if its size were not synced, a power cut before
+    that would leave no store."""
     synced, fsync = {}, os.fsync
 
     def noted(fd: int) -> None:
@@ -654,8 +654,8 @@ def test_a_prepared_step_is_withdrawn_when_the_previous_step_is_opened(
 
 
 def test_a_part_that_has_missed_steps_is_replaced(tmp_path: Path) -> None:
-    """With replicas. A part of another job is never replaced; the old copy counts until the new one is
-    complete."""
+    """With replicas. A part of another job is never replaced; the old copy counts until the new one
+    is complete."""
     names = ("x", "y", "z")
     meta = replace(
         META, owners=tuple(c % 3 for c in RECORDS), directories=names, index=1, replicas=2

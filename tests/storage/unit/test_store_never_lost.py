@@ -1,5 +1,5 @@
-"""No trained state is deleted, only the given directories are touched, and committed state is durable
-(Rule 3)."""
+"""No trained state is deleted, only the given directories are touched, and committed state is
+durable (Rule 3)."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def names(directory: Path) -> set[str]:
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_any_flipped_bit_in_current_is_recovered(part: Path, tmp_path: Path, by_hand: bool) -> None:
-    """A flip from "1" to "0" once deleted the generation. The records prove which generation counts, and a
-    line reports it."""
+    """A flip from "1" to "0" once deleted the generation. The records prove which generation
+    counts, and a line reports it."""
     shutil.copytree(part, home := tmp_path / "home")
     whole = b"1\n" if by_hand else (home / "CURRENT").read_bytes()
     for bit in range(8 * len(whole)):
@@ -139,8 +139,8 @@ def test_an_ambiguous_store_is_an_error_and_is_left_alone(part: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["ledger.0", "ledger.1", "store.json"])
 def test_flipped_bits_in_the_other_files(tmp_path: Path, name: str) -> None:
-    """A flipped bit in the files that describe and commit a generation is found, or the other record is
-    used and reported; nothing is removed."""
+    """A flipped bit in the files that describe and commit a generation is found, or the other
+    record is used and reported; nothing is removed."""
     store = made([tmp_path / "s"])
     step_of(store, 1)
     step_of(store, 2)
@@ -175,8 +175,8 @@ def test_flipped_bits_in_the_other_files(tmp_path: Path, name: str) -> None:
 def test_a_damaged_record_is_kept_if_the_previous_step_is_incomplete(
     tmp_path: Path, count: int
 ) -> None:
-    """The next step has begun to overwrite the slots of the older record: only repairing the newer record
-    helps."""
+    """The next step has begun to overwrite the slots of the older record: only repairing the newer
+    record helps."""
     directories = [tmp_path / str(i) for i in range(count)]
     store = made(directories)
     step_of(store, 1)
@@ -367,8 +367,8 @@ def test_a_damaged_newest_record_is_not_an_older_copy(tmp_path: Path) -> None:
 
 
 def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
-    """The copy records the paths of the original. A directory of the copy is damaged, missing or not
-    named."""
+    """The copy records the paths of the original. A directory of the copy is damaged, missing or
+    not named."""
     original = [tmp_path / "a", tmp_path / "b"]
     made(original).close()
     (tmp_path / "copy").mkdir()
@@ -492,8 +492,8 @@ def test_a_power_cut_after_each_step(tmp_path: Path, disk: Disk) -> None:
 def test_a_record_that_was_never_synced(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """A process is killed between write and fdatasync, or fdatasync fails; then come a start, steps and a
-    power cut at any moment."""
+    """A process is killed between write and fdatasync, or fdatasync fails; then come a start, steps
+    and a power cut at any moment."""
     tier = part_at(disk.root / "s", 2)
     if then == "failed":
         disk.fail = "ledger."
@@ -536,8 +536,8 @@ def test_a_disk_that_still_fails_ends_the_next_start(tmp_path: Path, disk: Disk)
 
 
 def test_a_power_cut_at_any_sync(tmp_path: Path, disk: Disk) -> None:
-    """A store of two directories is created, trained, reopened, trained and moved into one directory: every
-    committed step survives bit for bit."""
+    """A store of two directories is created, trained, reopened, trained and moved into one
+    directory: every committed step survives bit for bit."""
     cuts: list[tuple[Path, int]] = []
     committed = -1
     disk.synced = lambda: cuts.append((disk.cut(tmp_path / str(len(cuts))), committed))
@@ -616,8 +616,8 @@ def test_a_converted_part_is_removed_only_from_moved_from(tmp_path: Path) -> Non
 def test_a_conversion_that_was_killed(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Original and copy are both complete: the current one stays, the other is removed, and neither is
-    renamed."""
+    """Original and copy are both complete: the current one stays, the other is removed, and neither
+    is renamed."""
     made([tmp_path]).close()
     old = opened([tmp_path])
 

@@ -1,6 +1,6 @@
 """Snapshots of a part (storage/snapshot.py): each holds the bytes of its step whatever is written
-meanwhile, and a crash during a snapshot leaves the previous one. The reference is a dict from step to
-the bytes of all parts."""
+meanwhile, and a crash during a snapshot leaves the previous one. The reference is a dict from step
+to the bytes of all parts."""
 
 from __future__ import annotations
 

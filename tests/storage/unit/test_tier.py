@@ -1,4 +1,5 @@
-"""The contract of a tier (storage/tier.py): bytes are read as written, and a part is written once per step."""
+"""The contract of a tier (storage/tier.py): bytes are read as written, and a part is written once
+per step."""
 
 from __future__ import annotations
 

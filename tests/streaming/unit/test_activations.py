@@ -1,4 +1,5 @@
-"""Activations kept by the forward: budget, scratch file, sharing, and that nothing is left behind."""
+"""Activations kept by the forward: budget, scratch file, sharing, and that nothing is left
+behind."""
 
 import gc
 import os

@@ -1,5 +1,5 @@
-"""The state of a job as bytes: values survive a round trip, anything else is a typed error, and nothing is
-executed (Rule 8)."""
+"""The state of a job as bytes: values survive a round trip, anything else is a typed error, and
+nothing is executed (Rule 8)."""
 
 from __future__ import annotations
 

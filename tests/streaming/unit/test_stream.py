@@ -62,8 +62,8 @@ def same_grads(plain, s, rtol=0.0):
 def compare(make, loss_of, steps=3, micro=1, lr=0.1, rtol=0.0, **kw):
     """Run `steps` SGD steps of `micro` backwards each, plain and streamed, and compare bit for bit.
 
-    With `rtol` where plain autograd adds the same terms in another order, which happens if a block's
-    input has other readers than that block.
+    With `rtol` where plain autograd adds the same terms in another order, which happens if a
+    block's input has other readers than that block.
     """
     plain, s = make(), Streamed(make(), **kw)
     for step in range(steps):
@@ -638,7 +638,8 @@ def test_mode_and_rng_are_replayed():
 
 
 def test_encoder_layer_fast_path():
-    """torch's TransformerEncoderLayer uses another kernel when gradients are off: note SAME GRAPH."""
+    """torch's TransformerEncoderLayer uses another kernel when gradients are off: note SAME
+    GRAPH."""
 
     def make():
         torch.manual_seed(0)

@@ -52,7 +52,8 @@ def test_a_mismatch_lists_the_operation_of_each_worker() -> None:
 
 
 def test_a_changed_operation_differs_from_the_agreed_one() -> None:
-    """Worker 0 reuses the agreed operation without asking and reports it once it has waited for a second."""
+    """Worker 0 reuses the agreed operation without asking and reports it once it has waited for a
+    second."""
     machine = AgreementStateMachine(2)
     machine.say(0, 0, op("x"))
     machine.say(1, 0, op("x"))
@@ -84,8 +85,8 @@ def answers(
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_ring_of_waits_is_found(workers: int) -> None:
-    """Each worker has begun one operation and waits for it, while the next worker waits for another and
-    has not begun this one."""
+    """Each worker has begun one operation and waits for it, while the next worker waits for another
+    and has not begun this one."""
     machine = AgreementStateMachine(workers)
     blocked = {rank: f"t{rank}" for rank in range(workers)}
     begun = {

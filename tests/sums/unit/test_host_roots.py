@@ -1,5 +1,5 @@
-"""The choice of the devices of a host that sum for the others, with the cases of Jiang et al. (BytePS, OSDI
-2020), section 4.2."""
+"""The choice of the devices of a host that sum for the others, with the cases of Jiang et al.
+(BytePS, OSDI 2020), section 4.2."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Spare hosts that join and leave: at every moment all workers agree on the site of every part of every
-round."""
+"""Spare hosts that join and leave: at every moment all workers agree on the site of every part of
+every round."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The parts that a worker queues in its links: sizes, number queued per link, and order. A link that keeps
-its frames stands for a slow link."""
+"""The parts that a worker queues in its links: sizes, number queued per link, and order. A link
+that keeps its frames stands for a slow link."""
 
 import numpy as np
 import pytest

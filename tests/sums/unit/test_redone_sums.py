@@ -1,6 +1,6 @@
-"""A sum that one worker has and another lacks: the first may continue at once, and the other still gets the
-right sum (Rule 1). Found by `roadtrain soak --sums`: the answer was sent from memory that already
-received the first worker's next part."""
+"""A sum that one worker has and another lacks: the first may continue at once, and the other still
+gets the right sum (Rule 1). Found by `roadtrain soak --sums`: the answer was sent from memory that
+already received the first worker's next part."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The shares of the sites that sum parts: the closed form against the published formula and a search; parts that all
-workers cut equally."""
+"""The shares of the sites that sum parts: the closed form against the published formula and a
+search; parts that all workers cut equally."""
 
 from __future__ import annotations
 

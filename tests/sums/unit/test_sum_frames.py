@@ -80,8 +80,8 @@ class Mute:
 
 
 def deliver(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
-    """Deliver a frame. Returns whether the link stays open: an error raised by the receiver ends it, and
-    any error other than a typed one is a defect."""
+    """Deliver a frame. Returns whether the link stays open: an error raised by the receiver ends
+    it, and any error other than a typed one is a defect."""
     kind, header, nbytes = frame
     try:
         room = receiver.room(kind, header, nbytes) if nbytes else memoryview(b"")

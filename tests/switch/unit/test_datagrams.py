@@ -1,5 +1,5 @@
-"""The contract of DatagramSocket over loopback: runs arrive with their packet boundaries or are lost
-and counted; nothing hangs or stays open."""
+"""The contract of DatagramSocket over loopback: runs arrive with their packet boundaries or are
+lost and counted; nothing hangs or stays open."""
 
 from __future__ import annotations
 

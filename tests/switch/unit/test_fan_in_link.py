@@ -1,5 +1,5 @@
-"""A participant's link to a hub that sums its packets: bytes, order, freed buffers, and every way in
-which the link ends."""
+"""A participant's link to a hub that sums its packets: bytes, order, freed buffers, and every way
+in which the link ends."""
 
 from __future__ import annotations
 
@@ -462,7 +462,8 @@ def test_a_link_that_ends_returns_all_memory_once(scene: Any, ends: str) -> None
 def test_packets_of_a_returned_gradient_are_not_sent(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link ends while a thread builds packets of a gradient that already went back to its owner."""
+    """The link ends while a thread builds packets of a gradient that already went back to its
+    owner."""
     it, real, made = scene(workers=1), fixed_point.quantize, threading.Event()
     owner = it.owners[0]
 

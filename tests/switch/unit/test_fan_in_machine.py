@@ -115,7 +115,8 @@ class World:
         ]
 
     def at_the_end(self):
-        """Check that nothing was lost: every buffer is free and every number was used once, in order."""
+        """Check that nothing was lost: every buffer is free and every number was used once, in
+        order."""
         assert not (self.todo or self.sums or self.buffers or self.machine.in_step())
         assert not (any(self.announced.values()) or self.machine.rounds or self.machine.order)
         assert not (self.machine.queue or self.machine.alone or self.machine.late())
@@ -131,8 +132,8 @@ def update(chunk, step, worker, has=True):
 
 
 class Script:
-    """A worker that may run ahead. plan: (worker, step, chunk) -> number of gradients. dropped: Steps
-    whose gradients all workers drop and push again."""
+    """A worker that may run ahead. plan: (worker, step, chunk) -> number of gradients. dropped:
+    Steps whose gradients all workers drop and push again."""
 
     def __init__(self, world, worker, plan, dropped, closes):
         self.world, self.worker, self.plan = world, worker, plan

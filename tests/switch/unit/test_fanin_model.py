@@ -1,5 +1,5 @@
-"""Exhaustive exploration of the fan-in's state machines: small scenes of benchmarks/fanin/model.py, and
-that it detects broken variants."""
+"""Exhaustive exploration of the fan-in's state machines: small scenes of benchmarks/fanin/model.py,
+and that it detects broken variants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from benchmarks.fanin.upwards import Tree, Variant
 
 
 def assert_right(result: Result, states: int, exhaustive: bool = True) -> None:
-    """Assert that a result is right. states: Least number of states that the exploration must reach."""
+    """Assert that a result is right. states: Least number of states that the exploration must
+    reach."""
     assert result.right, f"{result.wrong}: {result.trace}"
     assert result.exhaustive == exhaustive and result.states >= states
 

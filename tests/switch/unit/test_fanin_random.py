@@ -1,4 +1,5 @@
-"""Small runs of benchmarks/fanin/random.py: packets through a switch that loses, repeats and delays them."""
+"""Small runs of benchmarks/fanin/random.py: packets through a switch that loses, repeats and delays
+them."""
 
 from __future__ import annotations
 

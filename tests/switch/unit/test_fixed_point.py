@@ -1,4 +1,5 @@
-"""Fixed point: kernels equal the plain reference, errors stay within their bound, sums cannot overflow."""
+"""Fixed point: kernels equal the plain reference, errors stay within their bound, sums cannot
+overflow."""
 
 from __future__ import annotations
 

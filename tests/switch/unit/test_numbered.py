@@ -1,5 +1,5 @@
-"""The two ends of a numbered stream (switch/protocol/numbered.py), alone and over a link that loses,
-delays and repeats packets."""
+"""The two ends of a numbered stream (switch/protocol/numbered.py), alone and over a link that
+loses, delays and repeats packets."""
 
 from __future__ import annotations
 
@@ -194,7 +194,8 @@ def test_a_receiver_agrees_with_a_plain_set() -> None:
 @pytest.mark.parametrize("loss", [0.0, 0.01, 0.3])
 @pytest.mark.parametrize("receivers", [1, 3])
 def test_every_number_reaches_every_receiver_once(loss: float, receivers: int) -> None:  # Rule 5
-    """Over a link that loses, repeats and reorders packets; numbers that are not lost are not resent."""
+    """Over a link that loses, repeats and reorders packets; numbers that are not lost are not
+    resent."""
     rng = random.Random(f"{loss} {receivers}")
     count, depth = 3000, 32
     sender, ends = NumberedSender(), [NumberedReceiver(depth) for _ in range(receivers)]

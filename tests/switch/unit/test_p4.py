@@ -1,5 +1,6 @@
-"""switch.p4 of plugins/switch_offload: the program's source, run by a translator (p4_reader.py, p4_machine.py),
-does on random packets what switch/protocol/switch.py does; p4c and bmv2 are not needed."""
+"""switch.p4 of plugins/switch_offload: the program's source, run by a translator (p4_reader.py,
+p4_machine.py), does on random packets what switch/protocol/switch.py does; p4c and bmv2 are not
+needed."""
 
 from __future__ import annotations
 
@@ -113,8 +114,9 @@ OPS = [partial(added, width) if width else greater for _, width in FORMS]
 
 
 def run_beside(steps: int, payload_nbytes: int, seed: int, source: str = SOURCE) -> Counter[str]:
-    """Send random packets (late, repeated, some acknowledged) through switches that restart, and assert
-    that the program sends the same packets as the state machine. Returns counts of events."""
+    """Send random packets (late, repeated, some acknowledged) through switches that restart, and
+    assert that the program sends the same packets as the state machine. Returns counts of
+    events."""
     rng, of, seen = random.Random(seed), job(), Counter[str]()
     switch = machine(of, payload_nbytes=payload_nbytes, source=source)
     model, base = SwitchStateMachine(SLOTS, len(of.children), CHILD), 1 << 40

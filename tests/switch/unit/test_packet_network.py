@@ -1,5 +1,5 @@
-"""Both streams of a fan-in on virtual time, with the real senders, receivers and heartbeats (Rule 7): links
-of 10 Mbit/s to 4 Gbit/s, losses, repetition, reordering and stalls."""
+"""Both streams of a fan-in on virtual time, with the real senders, receivers and heartbeats (Rule
+7): links of 10 Mbit/s to 4 Gbit/s, losses, repetition, reordering and stalls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PacketPort: packets that arrive one by one are handled together, and packets that the kernel joined are
-all delivered."""
+"""PacketPort: packets that arrive one by one are handled together, and packets that the kernel
+joined are all delivered."""
 
 import threading
 import time

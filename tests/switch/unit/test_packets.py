@@ -21,8 +21,8 @@ from tests.support.switch_references import reference_siphash, reference_tag
 
 KEY = PacketKey.derive(b"t" * 32, b"n" * 16)
 JOB = 77
-# From Aumasson and Bernstein's paper (appendix A) and the table of the reference program: the key is
-# 0, 1, ..., 15, the message 0, 1, ..., n - 1. Bytes in little-endian order.
+# From Aumasson and Bernstein's paper (appendix A) and the table of the reference program: the key
+# is 0, 1, ..., 15, the message 0, 1, ..., n - 1. Bytes in little-endian order.
 SIPHASH = {
     0: "310e0edd47db6f72",
     1: "fd67dc93c539f874",

@@ -113,7 +113,8 @@ def test_switches_that_restart_lose_no_sum() -> None:
 
 
 def test_a_late_resend_does_not_poison_a_slot() -> None:
-    """L10: in the published protocol an entry cleared on completion takes a resend for a new sum."""
+    """L10: in the published protocol an entry cleared on completion takes a resend for a new
+    sum."""
     switch = SwitchStateMachine(slots=2, children=2)
     assert switch.packet(gradient(0, 1, 0)) is None
     assert switch.packet(gradient(0, 2, 1)) == gradient(0, 3)

@@ -89,7 +89,8 @@ class Script:
 
 
 def read(socket: Script) -> list[tuple[int, list[int], list[object]]]:
-    """Read until the socket is empty. Returns (bytes of a packet, first bytes, senders) of each run."""
+    """Read until the socket is empty. Returns (bytes of a packet, first bytes, senders) of each
+    run."""
     out, memory = [], np.zeros(READ_NBYTES, np.uint8)
     while runs := read_runs(socket, memory)[0]:  # type: ignore[arg-type]
         for run in runs:

@@ -1,4 +1,5 @@
-"""The table of a switch: each sum contains a packet of each child exactly once, whatever arrives."""
+"""The table of a switch: each sum contains a packet of each child exactly once, whatever
+arrives."""
 
 from __future__ import annotations
 

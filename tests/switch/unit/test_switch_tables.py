@@ -1,5 +1,5 @@
-"""The compiled table of a switch equals the state machine in switch/protocol/switch.py packet by packet
-(Rule 7): any packets get the same answers."""
+"""The compiled table of a switch equals the state machine in switch/protocol/switch.py packet by
+packet (Rule 7): any packets get the same answers."""
 
 from __future__ import annotations
 

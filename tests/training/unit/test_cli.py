@@ -27,7 +27,8 @@ from roadtrain.training.metrics import Metrics
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """Record calls of `train`, `verify` and `status`, with a job file a.toml in the current folder."""
+    """Record calls of `train`, `verify` and `status`, with a job file a.toml in the current
+    folder."""
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text("[model.config]\nmodel_type = 'llama'\n")
     calls: list[Any] = []

@@ -1,5 +1,5 @@
-"""A memory limit that the system enforces. Each test sets it in its own process, so that no allocation of
-another test is refused."""
+"""A memory limit that the system enforces. Each test sets it in its own process, so that no
+allocation of another test is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workers of a start of a job at a host: which may join, what ends them all, and how each learns of it."""
+"""Workers of a start of a job at a host: which may join, what ends them all, and how each learns of
+it."""
 
 from __future__ import annotations
 

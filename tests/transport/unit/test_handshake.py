@@ -1,5 +1,5 @@
-"""Both sides of a handshake over a socket pair: accepted and refused clients, the errors on each side, and
-that no byte can be changed in transit (Rule 8)."""
+"""Both sides of a handshake over a socket pair: accepted and refused clients, the errors on each
+side, and that no byte can be changed in transit (Rule 8)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Change = Callable[[bytes], bytes]
 
 @dataclass
 class Side:
-    """A side's options, with fields that differ in its greeting. change: Applied to each message that it
-    sends."""
+    """A side's options, with fields that differ in its greeting. change: Applied to each message
+    that it sends."""
 
     token: bytes | None = TOKEN
     checksums: bool | None = True

@@ -1086,8 +1086,8 @@ def test_a_bit_that_flips_in_the_description_of_a_ring_is_found(folder):
 def run_handshake(
     client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN, **server
 ) -> tuple:
-    """Run both halves of a handshake over a socket pair. Returns (the server's findings, the client's
-    answer or error)."""
+    """Run both halves of a handshake over a socket pair. Returns (the server's findings, the
+    client's answer or error)."""
     ours, theirs = socket.socketpair()
     until, found = time.monotonic() + 5, []
 
@@ -1218,7 +1218,8 @@ def test_a_verdict_changed_in_transit_is_detected():
 
 
 def test_a_verdict_is_short_and_plain():
-    """It may come from a stranger: only a bounded text is read, and no control character is shown."""
+    """It may come from a stranger: only a bounded text is read, and no control character is
+    shown."""
 
     def unproven(text):
         return verdict_answer(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
@@ -1312,8 +1313,8 @@ def test_a_peer_that_echoes_our_messages_proves_nothing():
 
 
 def test_a_replayed_proof_is_refused(server):
-    """The same bytes are sent to a server with another nonce; and a client's proof does not serve as
-    a server's."""
+    """The same bytes are sent to a server with another nonce; and a client's proof does not serve
+    as a server's."""
     listener, reports = server
     sent: list[bytes] = []
     sock = socket.create_connection(listener.address)
@@ -1716,9 +1717,9 @@ def test_a_read_beyond_the_registered_memory_is_refused(folder):
     [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGSTOP, True)],
 )
 def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
-    """A killed peer is lost at once. A peer stopped while it has bytes for us is lost once a READ has
-    not ended for `silence_s`. (A peer stopped without such bytes merely does not read and is kept,
-    as over TCP.)"""
+    """A killed peer is lost at once. A peer stopped while it has bytes for us is lost once a READ
+    has not ended for `silence_s`. (A peer stopped without such bytes merely does not read and is
+    kept, as over TCP.)"""
     got, options = Recorder(), {"token": TOKEN, "device": "lo", "silence_s": 1.0}
     listener, made = rdma_listener(got, silence_s=1.0)
     child = os.fork()

@@ -1,5 +1,5 @@
-"""A host briefly out of threads, descriptors or memory: new connections are refused or wait, one line reports
-it, and the process keeps listening (Rules 5 and 6)."""
+"""A host briefly out of threads, descriptors or memory: new connections are refused or wait, one
+line reports it, and the process keeps listening (Rules 5 and 6)."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_a_connection_waits_for_a_free_descriptor(
 def test_an_accepted_link_without_a_free_thread_is_lost(
     listening: Any, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
-    """The receiver is told that the link is lost, whichever of its threads could not be started; later
-    links work."""
+    """The receiver is told that the link is lost, whichever of its threads could not be started;
+    later links work."""
     listener, _, receivers = listening
     seen: list[str] = []
 

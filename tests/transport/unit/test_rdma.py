@@ -1,5 +1,5 @@
-"""The RDMA link over a fake NIXL whose READs complete late: no byte is delivered and no buffer returned
-before that."""
+"""The RDMA link over a fake NIXL whose READs complete late: no byte is delivered and no buffer
+returned before that."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ POLLS = 5  # status queries until a READ has ended
 
 
 class LateAgent:
-    """A NIXL agent: posting a READ spoils its destination, half of the bytes arrive midway and the rest at
-    the end."""
+    """A NIXL agent: posting a READ spoils its destination, half of the bytes arrive midway and the
+    rest at the end."""
 
     def __init__(self, name, config) -> None:
         self.under_way = None

@@ -1,5 +1,5 @@
-"""Any bytes on the wire give only typed errors, in time, and allocate no memory beyond the frame limit
-(Rule 8)."""
+"""Any bytes on the wire give only typed errors, in time, and allocate no memory beyond the frame
+limit (Rule 8)."""
 
 from __future__ import annotations
 
