@@ -189,7 +189,7 @@ def test_spoiled_bytes_give_a_value_or_a_typed_error(at, byte, more):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "tree",
     [
         ["tensor", "float32", [1 << 60]],
         ["tensor", "float32", [-1]],
