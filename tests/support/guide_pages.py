@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # The page for maintainers is a tour of the code, without commands of its own.
 START = sorted({*ROOT.glob("docs/start/*.md")} - {ROOT / "docs/start/maintainers.md"})
 PAGES = [*START, *sorted(ROOT.glob("docs/guides/*.md"))]
-# These examples need root: they make network namespaces.
+# These examples need root to create network namespaces.
 LAB = {"guides/lab", "guides/networks", "guides/two-clusters", "start/two-clusters"}
 
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
@@ -49,14 +49,14 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def example_of(page: Path) -> list[Block]:
-    """The blocks of the section `## Example`; empty where the page has none."""
+    """The blocks of the section `## Example`; empty if the page has none."""
     _, _, rest = page.read_text().partition("\n## Example\n")
     return blocks_of(re.split(r"\n## ", rest, maxsplit=1)[0])
 
 
 def lines_match(printed: str, expected: str) -> bool:
-    """Compare two lines: `...` stands for any text, a number for any number, and the loss for one
-    within 5 %, as other processors and Python versions have other numbers."""
+    """Compare two lines: `...` stands for any text, a number for any number, and a loss for a loss
+    within 5 %, since results differ between processors and Python versions."""
     pattern, end = "", 0
     for part in _PARTS.finditer(expected):
         pattern += re.escape(expected[end : part.start()])
