@@ -11,7 +11,29 @@ import pytest
 AS_TORCH = ("sgd", "lion")  # whose updates have torch's own bits in fp32
 
 
-@pytest.mark.parametrize("name", cases.LOSSES)
+# Each combines what two of the others have apart.
+MORE = {
+    "ram, small chunks",
+    "ram, eager",
+    "accumulated",
+    "bf16, ram",
+    "bf16, two servers",
+    "late, ram",
+    "gradients in fp16",
+    "server, late",
+    "sgd, ram",
+    "lion, bf16",
+    "momentum, server",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ())
+        for name in cases.LOSSES
+    ],
+)
 def test_the_bits_that_were(name: str, tmp_path: Path) -> None:
     case = cases.LOSSES[name]
     found = cases.train(case, tmp_path, 0, cases.STEPS)

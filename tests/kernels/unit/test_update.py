@@ -49,6 +49,9 @@ CASES = [
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES]
 ADAMW = 8  # of CASES
+# Cases whose rules have loops of their own; the others' rules are of the same loops as a case before
+# or after them, with other numbers.
+OTHER_LOOPS = (0, 3, 4, 5, 10, 12, 13, 14, 17)
 # Each pair of formats compiles a loop of its own. Three of the nine, in which every format of a
 # gradient and of a copy is met; another three for the next case.
 SOME = [[FORMATS[3 * i + (i + k) % 3] for i in range(3)] for k in range(3)]
@@ -57,7 +60,11 @@ COMPILED = [
         *case,
         FORMATS if number == ADAMW else SOME[number % 3],
         id=name,
-        marks=() if number == ADAMW else pytest.mark.slow,
+        marks=()
+        if number == ADAMW
+        else pytest.mark.slow
+        if number in OTHER_LOOPS
+        else pytest.mark.exhaustive,
     )
     for number, (case, name) in enumerate(zip(CASES, IDS))
 ] + [

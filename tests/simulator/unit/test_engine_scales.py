@@ -149,8 +149,19 @@ def lump(params: float) -> ModelShape:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("power", [-30, 14])  # of two: 1 B/s to 100 TB/s and more
+@pytest.mark.parametrize(
+    ("power", "name"),  # of two: 1 B/s to 100 TB/s and more
+    [
+        pytest.param(
+            power,
+            name,
+            id=f"{power}-{name}",
+            marks=pytest.mark.exhaustive if (power < 0) == number % 2 else (),
+        )
+        for power in (-30, 14)
+        for number, name in enumerate(PLACEMENTS)
+    ],
+)
 def test_rates_times_k_are_seconds_over_k(
     name: str, power: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +178,9 @@ def test_rates_times_k_are_seconds_over_k(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [8, 1e5, 1e9, 1e12, 1e15])
+@pytest.mark.parametrize(
+    "params", [8, 1e5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1e9, 1e12)), 1e15]
+)
 def test_models_of_any_size_come_to_a_step(params: float) -> None:
     for name in PLACEMENTS:
         plan = Plan(

@@ -337,7 +337,10 @@ def test_the_bytes_of_cards_are_those_of_the_arithmetic(
             assert planned == pytest.approx(carried) and planned > 0
 
 
-@pytest.mark.parametrize("name", ["files", "server", "zero-offload", "zero3"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("files", marks=pytest.mark.exhaustive), "server", "zero-offload", "zero3"],
+)
 def test_virtual_stages_are_streamed(name: str) -> None:
     """Each device fetches its own share of the model alone, in each pass of each micro-batch; the
     blocks of a part are fetched once where micro-batches take turns on it and its slots are

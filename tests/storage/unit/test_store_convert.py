@@ -3,6 +3,7 @@ memory, and a kill in the middle leaves the old store."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -55,6 +56,7 @@ def table(dtype: str, frozen: str = "bf16", chunk_elements: int = 1 << 20) -> Ch
     )
 
 
+@functools.cache
 def value(p: ParamSpec, what: str) -> np.ndarray:
     rng = np.random.default_rng([len(p.name), p.numel, len(what), ord(what[0])])
     if what in ("t", "beta_t"):
@@ -150,9 +152,20 @@ BEFORE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", MATRIX, ids=str)
-@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+# Every second one: each number of directories, size of chunks and dtype is met from each of BEFORE.
+CONVERSIONS = [
+    pytest.param(
+        before,
+        after,
+        id=f"{name}-{after}",
+        marks=pytest.mark.exhaustive if (i + j) % 2 else pytest.mark.slow,
+    )
+    for i, (name, before) in enumerate(BEFORE.items())
+    for j, after in enumerate(MATRIX)
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS)
 def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> None:
     n, chunk_elements, dtype = before
     made(
