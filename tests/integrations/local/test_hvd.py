@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import re
 import subprocess
-import sys
 import time
 from functools import partial
 from itertools import pairwise

@@ -335,7 +335,7 @@ def ways_out(error):
     return [{NAMES.index(name) for name in way.split(", ")} for way in ways], hint
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_every_way_out_of_a_fork_is_one_that_is_taken(data, n, replicas):  # Rule 6
     """Copies of a store that went on without each other are mixed, some of them behind."""
