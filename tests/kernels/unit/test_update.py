@@ -51,7 +51,7 @@ IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES
 ADAMW = 8  # of CASES
 # Cases whose rules have loops of their own; the others' rules are of the same loops as a case before
 # or after them, with other numbers.
-OTHER_LOOPS = (0, 3, 4, 5, 10, 12, 13, 14, 17)
+OTHER_LOOPS = (0, 3, 4, 5, 10, 12, 13, 14, 15, 17)
 # Each pair of formats compiles a loop of its own. Three of the nine, in which every format of a
 # gradient and of a copy is met; another three for the next case.
 SOME = [[FORMATS[3 * i + (i + k) % 3] for i in range(3)] for k in range(3)]
