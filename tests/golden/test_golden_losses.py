@@ -11,7 +11,29 @@ import pytest
 AS_TORCH = ("sgd", "lion")  # their fp32 updates equal torch's bit for bit
 
 
-@pytest.mark.parametrize("name", cases.LOSSES)
+# Each combines properties that other cases have separately.
+MORE = {
+    "ram, small chunks",
+    "ram, eager",
+    "accumulated",
+    "bf16, ram",
+    "bf16, two servers",
+    "late, ram",
+    "gradients in fp16",
+    "server, late",
+    "sgd, ram",
+    "lion, bf16",
+    "momentum, server",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ())
+        for name in cases.LOSSES
+    ],
+)
 def test_losses_norms_and_contents_are_unchanged(name: str, tmp_path: Path) -> None:
     case = cases.LOSSES[name]
     found = cases.train(case, tmp_path, 0, cases.STEPS)

@@ -61,7 +61,7 @@ def test_every_run_has_its_plan() -> None:
 @pytest.mark.parametrize(
     ("family", "most"),
     [
-        pytest.param("foundry-h100", 0.045, marks=pytest.mark.slow),
+        pytest.param("foundry-h100", 0.045, marks=pytest.mark.exhaustive),
         ("vtrain-single", 0.055),
         ("torchtitan-h100", 0.068),
         ("simumax-b200", 0.029),

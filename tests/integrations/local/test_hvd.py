@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import re
 import subprocess
-import sys
 import time
 from functools import partial
 from itertools import pairwise
@@ -20,6 +19,7 @@ import roadtrain.hvd as hvd
 from roadtrain.errors import ConfigError, DeadlineError, LoopError
 from roadtrain.integrations.ddp import Summation
 from tests.support.processes import free_port
+from tests.support.warm_python import warm_python
 from tests.support.world import run_hvd as run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -53,7 +53,7 @@ def test_a_script_runs_with_only_its_import_changed(name, pattern):
     ][1:] == [f"import roadtrain.hvd as {'hvd' if name == 'horovod' else 'bps'}"]
     done = subprocess.run(
         [
-            sys.executable,
+            warm_python(),
             "-m",
             "torch.distributed.run",
             "--nproc-per-node",

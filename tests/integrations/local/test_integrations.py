@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 QUIET = {"host_budget": "128MiB", "report": lambda _: None}
+REST = pytest.mark.exhaustive  # more cells of what the others show
 EXACT = {"optimizer": torch.optim.SGD, "lr": 0.125}
 
 
@@ -94,8 +95,14 @@ def trained(model, where, steps=8, placed=None, resume=None, **options):
     return trainer.state.log_history, trainer.model, inner
 
 
-@pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "store"),
+    [
+        pytest.param(tied, store, id=f"{tied}-{where}", marks=() if tied == store else REST)
+        for tied in (False, True)
+        for store, where in ((False, "RAM"), (True, "files"))
+    ],
+)
 def test_the_trainer_prints_what_it_prints_without(tmp_path, store, tied):
     """Clipping at 1.0, accumulation, weight decay and a falling rate included."""
     plain, model, optimizer = trained(llama(tied), tmp_path / "plain")
@@ -251,8 +258,14 @@ def accelerated(tmp_path, place, saved=None, seed=0, steps=range(6), clip=True):
         return losses, {n: v.clone() for n, v in accelerator.get_state_dict(model).items()}
 
 
-@pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize(
+    ("clip", "store"),
+    [
+        pytest.param(clip, store, id=f"{clip}-{where}", marks=() if clip == store else REST)
+        for clip in (True, False)
+        for store, where in ((False, "RAM"), (True, "files"))
+    ],
+)
 def test_accelerate_as_without(tmp_path, store, clip):
     plain, model = accelerated(tmp_path, None, clip=clip)
     mine, placed = accelerated(tmp_path, {"store": tmp_path / "s" if store else None}, clip=clip)
@@ -321,7 +334,9 @@ def test_the_trainer_trains_adapters(tmp_path):
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("store", "more"), [(False, None), (True, None), (True, ["lm_head"])])
+@pytest.mark.parametrize(
+    ("store", "more"), [(False, None), pytest.param(True, None, marks=REST), (True, ["lm_head"])]
+)
 def test_adapters_of_a_streamed_base(tmp_path, store, more):
     """The base is frozen and fetched as it runs; adapters train, are saved by PEFT, and load
     again."""

@@ -50,6 +50,9 @@ CASES = [
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES]
 ADAMW = 8  # of CASES
+# Cases whose rules have their own loops. The other cases use the loops of a neighbour, with other
+# hyperparameters.
+OTHER_LOOPS = (0, 3, 4, 5, 10, 12, 13, 14, 15, 17)
 # Each pair of formats compiles its own loop. A case takes three of the nine pairs, which include
 # every format of a gradient and of a copy; the next case takes another three.
 SOME = [[FORMATS[3 * i + (i + k) % 3] for i in range(3)] for k in range(3)]
@@ -58,7 +61,11 @@ COMPILED = [
         *case,
         FORMATS if number == ADAMW else SOME[number % 3],
         id=name,
-        marks=() if number == ADAMW else pytest.mark.slow,
+        marks=()
+        if number == ADAMW
+        else pytest.mark.slow
+        if number in OTHER_LOOPS
+        else pytest.mark.exhaustive,
     )
     for number, (case, name) in enumerate(zip(CASES, IDS))
 ] + [

@@ -150,8 +150,19 @@ def lump(params: float) -> ModelShape:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("power", [-30, 14])  # powers of two: from 1 B/s to beyond 100 TB/s
+@pytest.mark.parametrize(
+    ("power", "name"),  # powers of two: from 1 B/s to beyond 100 TB/s
+    [
+        pytest.param(
+            power,
+            name,
+            id=f"{power}-{name}",
+            marks=pytest.mark.exhaustive if (power < 0) == number % 2 else (),
+        )
+        for power in (-30, 14)
+        for number, name in enumerate(PLACEMENTS)
+    ],
+)
 def test_rates_times_k_give_seconds_over_k(
     name: str, power: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +179,10 @@ def test_rates_times_k_give_seconds_over_k(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [8, 1e5, 1e9, 1e12, 1e15])
-def test_models_of_any_size_finish_a_step(params: float) -> None:
+@pytest.mark.parametrize(
+    "params", [8, 1e5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1e9, 1e12)), 1e15]
+)
+def test_models_of_any_size_come_to_a_step(params: float) -> None:
     for name in PLACEMENTS:
         plan = Plan(
             placement(name), Parallelism(dp=2), update_at="gradient", memory=PlanMemory(buffers=8)

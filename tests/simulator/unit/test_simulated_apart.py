@@ -340,7 +340,10 @@ def test_cards_carry_the_computed_bytes(
             assert planned == pytest.approx(carried) and planned > 0
 
 
-@pytest.mark.parametrize("name", ["files", "server", "zero-offload", "zero3"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("files", marks=pytest.mark.exhaustive), "server", "zero-offload", "zero3"],
+)
 def test_virtual_stages_are_streamed(name: str) -> None:
     """Each device fetches its share of the model in each pass of each micro-batch; blocks of a part
     are fetched once if the micro-batches run on it in turn and its slots suffice."""

@@ -4,7 +4,6 @@ stages, exported."""
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -43,6 +42,7 @@ from roadtrain.training.stop import Stop
 from roadtrain.training.train import train, train_steps
 from tests.support import world
 from tests.support.processes import free_port
+from tests.support.warm_python import warm_python
 
 JOB = """
 [run]
@@ -86,7 +86,7 @@ def torchrun(path, ranks, *options):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     where = ["--master-port", str(free_port()), "-m", "roadtrain.cli"]
     done = subprocess.run(
-        [sys.executable, *launcher, *where, "train", str(path), *options],
+        [warm_python(), *launcher, *where, "train", str(path), *options],
         capture_output=True,
         text=True,
         check=False,

@@ -211,11 +211,13 @@ CASES = [
         id="uneven stages of two",
         marks=REST,
     ),
-    pytest.param("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}, id="narrowing"),
+    pytest.param("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}, id="narrowing", marks=REST),
     pytest.param("gpt2", Parallelism(pp=2, virtual_stages=3), 4, {}, id="interleaved", marks=REST),
-    pytest.param("gpt2", Parallelism(pp=2, dp=2), 4, {}, id="stages of two"),
+    pytest.param("gpt2", Parallelism(pp=2, dp=2), 4, {}, id="stages of two", marks=REST),
     pytest.param("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}, id="widening"),
-    pytest.param("llama", Parallelism(dp=2), 4, {"overlap": False}, id="replicas, no overlap"),
+    pytest.param(
+        "llama", Parallelism(dp=2), 4, {"overlap": False}, id="replicas, no overlap", marks=REST
+    ),
     pytest.param("llama", Parallelism(pp=2, tp=2), 4, {}, id="split stages, llama", marks=REST),
     pytest.param("gpt2", Parallelism(pp=2, tp=2), 4, {}, id="split stages, gpt2"),
     pytest.param("opt", Parallelism(tp=2, dp=2), 4, {}, id="split replicas", marks=REST),
@@ -249,6 +251,7 @@ def check(found, want, parallelism, near=1e-6):
         assert [loss for loss, _ in found[0][0]] == [loss for loss, _ in want]
     assert len({held_out for _, held_out, _ in found}) == 1
     assert any(line.startswith("parallel: ") for line in found[0][2])
+    assert not any("draws random numbers" in line for line in found[0][2])  # without dropout
     assert not found[-1][2]  # the first rank speaks for all
 
 
@@ -266,12 +269,12 @@ def undivided():
 @pytest.mark.parametrize(
     ("parallelism", "placed"),
     [
-        (Parallelism(pp=2), False),
+        pytest.param(Parallelism(pp=2), False, marks=REST),
         (Parallelism(pp=3, virtual_stages=2), False),
-        (Parallelism(pp=2, widths=(2, 1)), False),
+        pytest.param(Parallelism(pp=2, widths=(2, 1)), False, marks=REST),
         (Parallelism(pp=2, widths=(1, 2), stages=(4, 2)), False),
         (Parallelism(dp=2), False),
-        (Parallelism(pp=2, dp=2, stages=(1, 5)), False),
+        pytest.param(Parallelism(pp=2, dp=2, stages=(1, 5)), False, marks=REST),
         (Parallelism(pp=2), True),  # blocks are recomputed in backward
     ],
     ids=str,
@@ -290,7 +293,9 @@ def test_dropout_depends_on_no_stages_and_no_widths(parallelism, placed, undivid
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "differs"), [(DROPOUT, True), ("gpt2", False)])
+@pytest.mark.parametrize(
+    ("kind", "differs"), [(DROPOUT, True), pytest.param("gpt2", False, marks=REST)]
+)
 def test_tensor_ranks_that_draw_their_own_numbers_say_so(kind, differs):  # Rule 2
     found = run(2, partial(staged, kind, Parallelism(tp=2), 2, {}))
     assert any("draws random numbers" in line for line in found[0][2]) is differs
@@ -302,7 +307,7 @@ def test_tensor_ranks_that_draw_their_own_numbers_say_so(kind, differs):  # Rule
     [
         # stage 2 sums and updates beside its ranks, the others stream
         ("llama", Parallelism(pp=3), (0, 1)),
-        ("llama", Parallelism(pp=2, virtual_stages=3), (0, 1)),
+        pytest.param("llama", Parallelism(pp=2, virtual_stages=3), (0, 1), marks=REST),
         ("gpt2", Parallelism(pp=2), (0, 1)),
     ],
 )

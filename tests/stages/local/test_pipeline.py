@@ -139,7 +139,7 @@ CASES = [
     pytest.param("llama", (2, 1), 1, (2, 4), 5, id="narrowing", marks=REST),
     pytest.param("gpt2", (1, 3), 1, (2, 4), 7, id="widening"),
     pytest.param("bloom", (1, 2, 1), 1, (2, 2, 2), 6, id="wide in the middle", marks=REST),
-    pytest.param("llama", (1, 1), 2, (1, 2, 1, 2), 4, id="interleaved"),
+    pytest.param("llama", (1, 1), 2, (1, 2, 1, 2), 4, id="interleaved", marks=REST),
     pytest.param("llama", (2, 2), 3, (1,) * 6, 8, id="interleaved stages of two", marks=REST),
     pytest.param("gpt2", (1,), 2, (2, 4), 4, id="two parts on one rank"),
     pytest.param("llama", (1, 1, 1, 1), 1, (1, 2, 2, 1), 2, id="four stages", marks=REST),

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from roadtrain.stages.parallelism import Parallelism
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions
 from tests.support.pipeline_job import PipelineProcesses, PipelineSpec, losses, resumed, start
+from tests.support.warm_python import warm_python
 
 SECRET = b"a secret of the job"
 WIDE = {"width": 96}  # gradients of several parts
@@ -31,7 +31,7 @@ STEPS = 6
 @contextlib.contextmanager
 def reducer(token):
     """`roadtrain serve --sum`: (process, its address)."""
-    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum"]
+    command = [warm_python(), "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum"]
     words = ["--budget", "64MiB", "--token-file", str(token)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

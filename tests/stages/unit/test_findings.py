@@ -265,7 +265,7 @@ def test_all_ranks_meet() -> None:
 
 
 def test_all_ranks_report_the_same_missing_rank() -> None:  # Rule 5
-    met = all_meet(3, absent={1}, deadline_s=3.0)
+    met = all_meet(3, absent={1}, deadline_s=2.0)
     assert {type(outcome) for outcome in met.values()} == {DeadlineError}
     assert len({str(outcome) for outcome in met.values()}) == 1
     assert "2 of 3 ranks have reached" in str(met[0])

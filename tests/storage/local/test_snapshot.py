@@ -19,6 +19,7 @@ from tests.support.processes import HostProcess, Workers, losses
 CASE, STEPS, EVERY = Case(clip=0.5, groups=True, frozen=True), 24, 3
 LATE = Case(dtype=torch.bfloat16, eager=True, staleness=1)
 SLOW = ("slow", 0.02)  # a snapshot takes longer than a step
+REST = pytest.mark.exhaustive  # more cells of what the others show
 
 
 class Group:
@@ -114,7 +115,10 @@ def said(workers, words):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("case", "fault"), [(CASE, SLOW), (LATE, None)], ids=["slow", "late"])
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [pytest.param(CASE, SLOW, id="slow"), pytest.param(LATE, None, id="late", marks=REST)],
+)
 def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1 and 3
     ours = group()
     workers = ours.start(case, STEPS, fault=fault)
@@ -143,7 +147,11 @@ def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("case", "fault"), [(CASE, None), (LATE, SLOW)], ids=["clipped", "late, slow"]
+    ("case", "fault"),
+    [
+        pytest.param(CASE, None, id="clipped", marks=REST),
+        pytest.param(LATE, SLOW, id="late, slow"),
+    ],
 )
 def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, group, undisturbed):
     rng, ours = random.Random(0), group()
@@ -182,7 +190,12 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("lost", "options"), [(0, {}), (1, {}), (1, {"relay": "64MiB"})], ids=["0", "1", "relay"]
+    ("lost", "options"),
+    [
+        pytest.param(0, {}, id="0"),
+        pytest.param(1, {}, id="1", marks=REST),
+        pytest.param(1, {"relay": "64MiB"}, id="relay"),
+    ],
 )
 def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
     ours = group(every=4)
@@ -263,7 +276,10 @@ def test_a_death_that_leaves_the_memory_costs_no_step(group, undisturbed):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("writes", [0, 30], ids=["the first", "a later one"])
+@pytest.mark.parametrize(
+    "writes",
+    [pytest.param(0, id="the first", marks=REST), pytest.param(30, id="a later one")],
+)
 def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, undisturbed):
     """The state is still in memory: with room on the disk the same commands go on."""
     ours = group()

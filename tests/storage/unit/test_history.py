@@ -336,7 +336,7 @@ def ways_out(error):
     return [{NAMES.index(name) for name in way.split(", ")} for way in ways], hint
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_every_suggested_way_out_of_a_fork_works(data, n, replicas):  # Rule 6
     """Copies of a store that trained on independently are mixed, some of them behind."""

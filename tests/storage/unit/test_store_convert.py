@@ -3,6 +3,7 @@ uses bounded memory, and a kill during it leaves the old store."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -55,6 +56,7 @@ def table(dtype: str, frozen: str = "bf16", chunk_elements: int = 1 << 20) -> Ch
     )
 
 
+@functools.cache
 def value(p: ParamSpec, what: str) -> np.ndarray:
     rng = np.random.default_rng([len(p.name), p.numel, len(what), ord(what[0])])
     if what in ("t", "beta_t"):
@@ -150,9 +152,20 @@ BEFORE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", MATRIX, ids=str)
-@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+# Half of the pairs: from each of BEFORE to each number of directories, chunk size and dtype.
+CONVERSIONS = [
+    pytest.param(
+        before,
+        after,
+        id=f"{name}-{after}",
+        marks=pytest.mark.exhaustive if (i + j) % 2 else pytest.mark.slow,
+    )
+    for i, (name, before) in enumerate(BEFORE.items())
+    for j, after in enumerate(MATRIX)
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS)
 def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> None:
     n, chunk_elements, dtype = before
     create_filled(

@@ -206,7 +206,7 @@ OPS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ops=OPS)
 def test_after_any_crash_the_store_equals_the_last_committed_step(ops: list[tuple]) -> None:
     with tempfile.TemporaryDirectory() as home:
