@@ -569,6 +569,7 @@ def command(
                 hint="with --sums, choose the number of faults with --faults",
             )
         return soak_sums.command(faults or 100, seed, json)
+    # not at import: a process has one fork server, and tests import this module
     FORK.set_forkserver_preload(["benchmarks.soak.warm"])
     faults = faults or 300
     numbers = list(range(faults)) if only is None else _numbers(only)
