@@ -184,7 +184,7 @@ def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, swi
     """Not the device: the error says which switch, since when, and what to do. Rule 5."""
     [host], (root, rack) = hosts(1), switches(2)
     nodes = SwitchNode(root.where, workers=(0,)), SwitchNode(rack.where, root.where, (1,))
-    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 4}
+    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 6}
     workers = Workers(Case(eager=True), [host.where], tmp_path, 1000, 2, **given)
     until_step(workers, 3)
     stopped = rack if case == "a rack stops" else root
