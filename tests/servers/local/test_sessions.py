@@ -114,7 +114,7 @@ def test_a_server_that_fails_while_it_opens(where, host, tmp_path, monkeypatch):
 
 
 def test_a_stopped_worker_does_not_keep_the_server(host, tmp_path):
-    one = host(silent_s=3)
+    one = host(silent_s=2)
     stopped = run(one, tmp_path, "stopped", steps=10_000)
     wait_for(lambda: len(losses(stopped.logs[0])) > 2, "some steps")
     (process,) = stopped.processes
@@ -228,10 +228,10 @@ def slow_filling(monkeypatch, seconds):
 def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch):
     """Filling takes longer than their deadline; they hear how far it is."""
     one = host()
-    pauses = slow_filling(monkeypatch, 1.2)
-    workers = run(one, tmp_path, "slow", workers=2, deadline_s=4, retry_s=0.5)
+    pauses = slow_filling(monkeypatch, 0.8)
+    workers = run(one, tmp_path, "slow", workers=2, deadline_s=2.5, retry_s=0.5)
     assert workers.join() == [0, 0], workers.errors()
-    assert pauses[-1] - pauses[0] > 4.5
+    assert pauses[-1] - pauses[0] > 2.8
 
 
 def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
@@ -242,9 +242,9 @@ def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
         "create_part",
         lambda *args, **options: (go.wait(60), real(*args, **options))[1],
     )
-    workers = run(one, tmp_path, "hung", workers=2, deadline_s=3, retry_s=0)
+    workers = run(one, tmp_path, "hung", workers=2, deadline_s=2, retry_s=0)
     assert workers.join() == [3, 3]
     assert all("DeadlineError" in e or "LostError" in e for e in workers.errors()), workers.errors()
-    assert any("DeadlineError: waited 3 s" in e for e in workers.errors()), workers.errors()
+    assert any("DeadlineError: waited 2 s" in e for e in workers.errors()), workers.errors()
     go.set()
     trains(one, tmp_path, "again")

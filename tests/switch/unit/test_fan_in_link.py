@@ -405,7 +405,7 @@ def test_errors_of_packets_name_server_and_switch(scene: Any) -> None:  # Rule 5
 def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_more(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # Rule 5
-    monkeypatch.setattr(link_module, "SILENT_S", 2)
+    monkeypatch.setattr(link_module, "SILENT_S", 1)
     it = scene(workers=1)
     hub, owner = it.hub, it.owners[0]
 
@@ -426,7 +426,7 @@ def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_
     server_says("switch 127.0.0.1:8, which is gone")
     owner.until(lambda: len(words()) == 3)
     hub.quiet = True
-    time.sleep(3.0)
+    time.sleep(2.0)
     assert words()[2:] == ["switch 127.0.0.1:8, which is gone"]
     server_says("")
     owner.until(lambda: len(words()) == 5)

@@ -97,8 +97,8 @@ def workers(tmp_path, hosts):
 )
 def test_workers_whose_minutes_are_over_end_after_the_same_step(workers, options):
     """The first one's time began earlier; both go on from there."""
-    said = ended(workers.both(10**6, apart_s=1.5, **{"run.minutes": 0.1, **options}))
-    assert "0.1 minutes are over: step" in said[0]  # worker 0 speaks for all
+    said = ended(workers.both(10**6, apart_s=1.0, **{"run.minutes": 0.05, **options}))
+    assert "0.05 minutes are over: step" in said[0]  # worker 0 speaks for all
     last = [workers.lines(rank)[-1]["step"] for rank in (0, 1)]
     assert last[0] == last[1] and 0 < last[0] < 10**6
     ended(workers.both(last[0] + 2, **options))

@@ -980,13 +980,23 @@ def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tcp", "tcp+tls"])
-def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, folder):
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("tcp", 3),
+        ("tcp+tls", 61),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("tcp", 1), ("tcp+tls", 29))
+        ),
+    ],
+)
+def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, step, folder):
     """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by
     itself."""
     tls = dataclasses.replace(tls_options(folder)[0]) if "tls" in kind else None
     options = tcp.TcpOptions(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
-    flipped_everywhere(options, folder, 29 if tls else 1)
+    flipped_everywhere(options, folder, step)
 
 
 @pytest.mark.parametrize("bit", range(8))
