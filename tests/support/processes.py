@@ -25,6 +25,7 @@ from roadtrain.storage.file import FileTier
 from roadtrain.storage.mark import Mark
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.protocol import timed_sender
 from roadtrain.switch.switch import SwitchHost
 from roadtrain.transport.tcp import TcpOptions
 from tests.support.faulty import RandomFaults, faulty
@@ -117,6 +118,7 @@ def lose_datagrams(fraction):
 
 def forget_groups():
     """In this process the network carries the trial of multicast, and then nothing more."""
+    timed_sender.STUCK = 3
     send = DatagramSocket.send
 
     def forgetful(self, buffer, segment, to):
