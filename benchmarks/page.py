@@ -94,9 +94,9 @@ def _section(text: str, results: Path) -> str:
     filled = PLACEHOLDER.sub(replace, text)
     if not used:
         return filled
-    machines: dict[str, list[str]] = {}
+    machines: dict[str, dict[str, None]] = {}
     for path, _, machine in used.values():
-        machines.setdefault(machine, []).append(path.stem)
+        machines.setdefault(machine, {})[path.stem] = None
     sources = "; ".join(f"{', '.join(names)} ({on})" for on, names in machines.items())
     return f"{filled.rstrip()}\n\nFrom {sources}.\n\n"
 

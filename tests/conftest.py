@@ -1,4 +1,5 @@
-"""Tests, and the processes that they start, run the code of the tree that the tests lie in."""
+"""Make tests, and the processes that they start, run the code of the tree that contains the
+tests."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PACKAGES = {
 
 
 def check_tree() -> None:
-    """Raise UsageError where Python finds one of the packages outside this tree."""
+    """Raise UsageError if Python finds a package of ours outside this tree."""
     for name, folder in PACKAGES.items():
         spec = importlib.util.find_spec(name)
         found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
@@ -40,7 +41,7 @@ pytest_plugins = ["tests.support.fixtures", "tests.support.not_run"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder: `unit`, `local` or `lab`; a lab is the whole machine's."""
+    """Mark each test by its folder: `unit`, `local` or `lab`. Lab tests use the whole machine."""
     for item in items:
         if (level := item.path.parent.name) in ("unit", "local", "lab"):
             item.add_marker(level)

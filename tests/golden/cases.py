@@ -1,8 +1,8 @@
-"""The trainings that the goldens keep: a model, an optimizer, and how they are placed.
+"""The trainings whose results the goldens keep: a model, an optimizer and a placement.
 
-Each has a `variant`: the same training by plain torch, without roadtrain. Kept bits hold where the
-arithmetic of torch is the same as where they were made, and the losses of the variant say whether
-it is.
+Each case has a `variant`: the same training in plain torch. Kept bits apply only where torch's
+arithmetic equals that of the machine where they were made; the losses of the variant show
+whether it does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Predicts the next of VOCAB symbols. `frozen`: only biases and norms train."""
+    """Predicts the next of VOCAB symbols. frozen: Train only biases and norms."""
 
     def __init__(
         self, width: int = 8, depth: int = 2, dropout: float = 0.0, frozen: bool = False
@@ -100,22 +100,22 @@ OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A training as plain torch does it. Of a scaled one only the model's arithmetic: torch
-    unscales no fp16 gradients, and its Adam breaks down in fp16."""
+    """A training in plain torch. If scaled, only the model's arithmetic is compared: torch does not
+    unscale fp16 gradients, and its Adam breaks down in fp16."""
 
     optimizer: str = "adamw"
     dtype: str = "fp32"
     accumulate: int = 1
     clip: float | None = None
-    scaled: bool = False  # by a GradScaler; step 2 finds an inf and is skipped
+    scaled: bool = False  # uses a GradScaler; step 2 finds an inf and is skipped
     groups: bool = False  # two parameter groups
-    wide: bool = True  # blocks of several chunks; else the smallest model
+    wide: bool = True  # blocks of several chunks; False: the smallest model
     dropout: float = 0.0
     frozen: bool = False
 
     @property
     def name(self) -> str:
-        """What differs from the defaults."""
+        """Names of the fields that differ from the defaults."""
         changed = [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
@@ -126,12 +126,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """`where`: "ram", a number of directories, or a number of servers. `options`: of place()."""
+    """A placed training. where: "ram", a number of directories or of servers. options: Options of
+    place()."""
 
     variant: Variant = Variant()
     where: str = "ram"
     options: dict[str, Any] = field(default_factory=dict)
-    exact: bool = True  # the bits of the same variant in RAM
+    exact: bool = True  # equal bits to the same variant in RAM
     spills: bool = False
 
 
@@ -262,7 +263,7 @@ def one_step(
 
 @functools.cache
 def plain_losses(variant: Variant) -> tuple[str, ...]:
-    """Of as many steps as a store's training and its resumption, by torch alone, as hex."""
+    """Losses of plain torch, as hex, for as many steps as the training and its resumption."""
     model, optimizer, scaler = build(variant)
     model.to(DTYPES[variant.dtype])
     if variant.scaled:
@@ -273,7 +274,7 @@ def plain_losses(variant: Variant) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def placed(case: Case, home: Path) -> Iterator[tuple[nn.Module, Any, torch.amp.GradScaler]]:
-    """The case's model on files or servers below `home`; what is there is resumed."""
+    """Place the case's model on files or servers below `home`, resuming an existing store."""
     model, optimizer, scaler = build(case.variant)
     options = {"dtype": DTYPES[case.variant.dtype]} if case.variant.dtype != "fp32" else {}
     if case.variant.scaled:
@@ -316,8 +317,7 @@ def digest(of: dict[str, str]) -> str:
 
 
 def train(case: Case, home: Path, first: int, last: int) -> dict[str, Any]:
-    """Steps `first` to `last`: losses and norms as hex, a digest of everything that rests in
-    the store afterwards."""
+    """Train steps `first` to `last`. Returns losses and norms as hex, and a digest of the store."""
     losses, norms = [], []
     with surface.counting_spills() as spilled, placed(case, home) as (model, optimizer, scaler):
         assert optimizer.steps_done == first, (optimizer.steps_done, first)
@@ -376,7 +376,7 @@ def inside(directory: Path) -> Iterator[None]:
 
 
 def at(home: Path, *words: str) -> str:
-    """What `roadtrain WORDS` prints in directory `home`."""
+    """Output of `roadtrain WORDS` in directory `home`."""
     with inside(home):
         code, text = surface.command(*words)
     assert code == 0, (words, text)
@@ -384,8 +384,8 @@ def at(home: Path, *words: str) -> str:
 
 
 def train_job(home: Path, steps: int, *words: str) -> list[dict[str, Any]]:
-    """`roadtrain train` in `home` up to step `steps`, where it is called "served" or has servers
-    on two of them; the lines of metrics."""
+    """Run `roadtrain train` in `home` up to step `steps`, on two servers if `home` is called
+    "served" or has the directories of servers. Returns the lines of metrics."""
     with served(home) as more:
         at(home, "train", "job.toml", "--run.steps", str(steps), *more, *words)
     return [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -401,10 +401,10 @@ def served(home: Path) -> Iterator[list[str]]:
 
 
 def exported(home: Path) -> dict[str, Any]:
-    """Of both exports of a run directory, SHA-256 of every tensor."""
+    """SHA-256 of every tensor in both exports of a run directory."""
     found: dict[str, Any] = {}
     with served(home) as more:
-        if more:  # its run directory names the ports of another time
+        if more:  # the run directory names the ports of an earlier run
             path = home / "run" / "job.toml"
             path.write_text(
                 re.sub(r"(servers|addresses) = \[[^]]*\]", rf"\1 = {more[1]}", path.read_text())
@@ -422,20 +422,29 @@ def exported(home: Path) -> dict[str, Any]:
 
 
 def lasting(line: dict[str, Any]) -> dict[str, Any]:
-    """What a line of metrics says that no clock has a part in."""
+    """Entries of a line of metrics that do not depend on a clock."""
     return {key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")}
 
 
 def types_of(value: Any) -> Any:
-    """The keys of a line of metrics and the types of what they stand for; stages as far as all
-    lines have them."""
+    """Keys of a line of metrics with the types of their values, limited to stages that all lines
+    have."""
     if isinstance(value, dict):
-        return {key: types_of(one) for key, one in value.items() if key not in SOMETIMES}
+        return {key: types_of(entry) for key, entry in value.items() if key not in SOMETIMES}
     return type(value).__name__
 
 
 ALWAYS = {"Forward", "Backward", "Fetch", "Push", "Sum", "Update", "Write", "Commit"}
-SOMETIMES = {"Read", "Update", "Write", "Commit", "Wait", "Sum", "Fetch", "Push"}  # in one step
+SOMETIMES = {
+    "Read",
+    "Update",
+    "Write",
+    "Commit",
+    "Wait",
+    "Sum",
+    "Fetch",
+    "Push",
+}  # stages that some lines lack
 
 
 def stages_in(lines: list[dict[str, Any]]) -> set[str]:
@@ -444,7 +453,7 @@ def stages_in(lines: list[dict[str, Any]]) -> set[str]:
 
 @functools.cache
 def plain_job_losses() -> tuple[str, ...]:
-    """Of the model of the kept jobs, by torch alone."""
+    """Losses of plain torch for the model of the kept jobs."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**MODEL, vocab_size=256)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -463,7 +472,7 @@ def plain_job_losses() -> tuple[str, ...]:
     return tuple(losses)
 
 
-# A value other than the default for every key that a job had in the second edition, under its name of that time.
+# A non-default value for every key of a job in the second edition, under its name in that edition.
 JOB_VALUES: dict[str, Any] = {
     "run.dir": "here",
     "run.steps": 7,
@@ -526,7 +535,7 @@ CODECS = ("bf16", "fp16", "topk:0.1", "onebit", "dither:2", "dither:4", "dither:
 
 
 def values(n: int, seed: int) -> np.ndarray:
-    """Of many magnitudes, and both zeros."""
+    """Random fp32 values of many magnitudes, including both zeros."""
     rng = np.random.default_rng(seed)
     out = (rng.standard_normal(n) * 10.0 ** rng.integers(-6, 3, n)).astype(np.float32)
     out[:2] = 0.0, -0.0
@@ -534,14 +543,15 @@ def values(n: int, seed: int) -> np.ndarray:
 
 
 def summed() -> dict[str, Any]:
-    """What three workers are sent, in each format."""
+    """Frames that a reducer sends to three workers, in each format."""
     arrays = [values(50, rank) for rank in range(3)]
     out = {form: surface.summed("sum", form, arrays, 2) for form in ("fp32", *CODECS)}
     return out | {"accumulated": surface.summed("accumulate", "fp32", arrays, 2)}
 
 
 def codecs() -> dict[str, Any]:
-    """Of each codec what is encoded, what comes back, and with a residual what is kept back."""
+    """For each codec the encoded bytes, the decoded values and, with a residual, the new
+    residual."""
     out: dict[str, Any] = {}
     for form in CODECS:
         raw = surface.encoded_as(form, values(101, 7), 12345)
@@ -562,28 +572,29 @@ ORDERS: dict[str, Case] = {
     "late": Case(TINY, "1 directory", {"staleness": 1}),
     "top-k": Case(TINY, "1 directory", {"topk": 0.2}),
 }
-# without what depends on how soon a pull comes: answers, and reads that find the record in memory
+# leaves out actions whose order depends on when a pull arrives: answers, and reads of records in
+# memory
 STEADY = ("Hold", "Update", "Write", "Stash", "Discard", "Total", "Prepare")
 
 
 def real_order(name: str) -> dict[str, list[str]]:
-    """Block -> what its server does to its chunks in four steps; the order of holding over
-    all blocks but the root."""
+    """Block -> actions of its server on its chunks in four steps; "held": order of Hold over all
+    blocks except the root."""
     case = ORDERS[name]
     with (
         tempfile.TemporaryDirectory() as home,
-        surface.logged_actions() as said,
+        surface.logged_actions() as log,
         placed(case, Path(home)) as (model, optimizer, scaler),
     ):
         blocks = surface.blocks_of(optimizer)
         for i in range(4):
             one_step(case.variant, model, optimizer, scaler, i)
-            optimizer.flush()  # else writes go on beside the next step
+            optimizer.flush()  # otherwise writes overlap the next step
     out: dict[str, list[str]] = {}
-    for what, chunk in said:
+    for what, chunk in log:
         if what in STEADY and chunk in blocks:
             out.setdefault(f"block {blocks[chunk]}", []).append(what)
-    out["held"] = [f"block {blocks[c]}" for what, c in said if what == "Hold" and blocks.get(c)]
+    out["held"] = [f"block {blocks[c]}" for what, c in log if what == "Hold" and blocks.get(c)]
     return out
 
 
@@ -602,7 +613,8 @@ def simulated_order(name: str) -> str:
 
 
 def simulations() -> list[list[str]]:
-    """Words of `roadtrain simulate` and `plan`; MIXED: mixed.toml beside this file."""
+    """Arguments of `roadtrain simulate` and `plan`; MIXED stands for mixed.toml beside this
+    file."""
     everywhere = [
         "ddp",
         "zero1",
@@ -694,16 +706,16 @@ def simulated(words: list[str]) -> Any:
     }
     return found | {
         "gains": tree["gains"],
-        "front": [surface.simulated(one) for one in tree["front"]],
+        "front": [surface.simulated(plan) for plan in tree["front"]],
         "families": [
-            [one["placement"], one["tried"], one["simulated"], one["pruned"]]
-            for one in tree["families"]
+            [family["placement"], family["tried"], family["simulated"], family["pruned"]]
+            for family in tree["families"]
         ],
     }
 
 
 def reproduced(paper: str) -> dict[str, float | None]:
-    """Row -> what the simulator gives."""
+    """Row of the paper -> the simulator's value."""
     with tempfile.TemporaryDirectory() as home:
         out = Path(home) / "out.json"
         assert surface.command("reproduce", paper, "--json", str(out))[0] == 0

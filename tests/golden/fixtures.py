@@ -1,4 +1,4 @@
-"""Reading and writing what is kept in `kept/`."""
+"""Read and write the kept values in `kept/`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def save(name: str, value: Any) -> None:
 
 
 def unpack(name: str, to: Path, members: str = "") -> None:
-    """The archive's files into `to`; `members`: only what lies in that folder."""
+    """Extract an archive into `to`. members: Extract only this folder."""
     with tarfile.open(KEPT / name) as archive:
-        wanted = [
+        selected = [
             m for m in archive if m.name == members or m.name.startswith(members and members + "/")
         ]
-        archive.extractall(to, wanted, filter="data")
+        archive.extractall(to, selected, filter="data")
 
 
 def pack(name: str, home: Path) -> None:
-    """All of `home`, without times and owners."""
+    """Archive all of `home`, without times and owners."""
 
     def bare(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.mtime = info.uid = info.gid = 0
@@ -54,12 +54,12 @@ def save_packed(name: str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: lists for tuples, text for the keys of a mapping."""
+    """Convert a value to JSON types: lists for tuples, text for keys of mappings."""
     return json.loads(json.dumps(value))
 
 
 def without_machine(text: str) -> str:
-    """Without where this machine keeps Python's library."""
+    """Remove the path of Python's library on this machine from a text."""
     return text.replace(sysconfig.get_path("stdlib"), "STDLIB")
 
 
@@ -79,7 +79,7 @@ def toml(value: Any) -> str:
 
 
 def example(kind: Any, count: list[int]) -> Any:
-    """A value of a type of the messages, other at every place."""
+    """An example value of a message's type, different at every place."""
     count[0] += 1
     if get_origin(kind) is None:
         n = count[0]
@@ -89,14 +89,14 @@ def example(kind: Any, count: list[int]) -> Any:
         return []
     if get_origin(kind) is list or inside[-1:] == (...,):
         return [example(inside[0], count) for _ in range(2)]
-    return [example(one, count) for one in inside]
+    return [example(each, count) for each in inside]
 
 
 def same_arithmetic(variant: cases.Variant) -> None:
-    """Skip where torch alone, without roadtrain, trains to other bits than on the kept machine.
+    """Skip if plain torch trains to other bits here than on the machine of the kept values.
 
-    Five losses of a small model can agree where its gradients differ in the last bit, so the widest
-    model is asked too.
+    Five losses of a small model can agree although its gradients differ in the last bit, so the
+    widest model is trained too.
     """
     _same(variant.name, cases.plain_losses(variant))
     _same(cases.Variant().name, cases.plain_losses(cases.Variant()))
@@ -111,5 +111,5 @@ def _same(name: str, here: tuple[str, ...]) -> None:
     kept = load("plain.json")[name]
     if kept != list(here):
         pytest.skip(
-            f"torch alone trains to other bits on this processor\n{name}: {here} here, {kept} kept"
+            f"plain torch trains to other bits on this processor\n{name}: {here} here, {kept} kept"
         )

@@ -1,10 +1,10 @@
-"""Makes what is kept in `kept/` anew: `python tests/golden/make.py [PART ...]`, PART a function
-below.
+"""Generate the kept values in `kept/` again: `python tests/golden/make.py [PART ...]`, where PART
+names a function below.
 
-When one may: never to make a test pass. A kept value says what roadtrain gave before a change that
-was to change nothing. It is made anew only where a result was meant to change, with a note in
-docs/decisions that says which and why, and then only that part. Kept stores and runs are never
-replaced, since users have such: a new format gets a new entry beside the old ones.
+Never do this to make a test pass. A kept value records the result before a change that was to
+change nothing. Generate a part again only if its result was meant to change, with a note in
+docs/decisions that says which and why. Kept stores and runs are never replaced, since users have
+such stores: a new format gets a new entry beside the old ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import surface
 import torch
 import workers
 
-HOME = Path("/tmp/roadtrain-golden")  # stores tell where they were made: nothing of this machine
+HOME = Path("/tmp/roadtrain-golden")  # stores record their path, which must not name this machine
 
 
 def plain() -> None:
-    """Losses of torch alone, that say whether a machine's arithmetic is that of the kept bits."""
+    """Losses of plain torch, which show whether a machine's arithmetic is that of the kept bits."""
     variants = {case.variant for case in [*cases.LOSSES.values(), *cases.STORES.values()]}
     kept = {variant.name: list(cases.plain_losses(variant)) for variant in variants}
     fixtures.save("plain.json", kept | {"job": list(cases.plain_job_losses())})
@@ -38,10 +38,10 @@ def losses() -> None:
         with tempfile.TemporaryDirectory() as home:
             kept[name] = found = cases.train(case, Path(home), 0, cases.STEPS)
             again = cases.train(case, Path(home) / "again", 0, cases.STEPS)
-        assert found == again, f"{name}: a run does not repeat its bits"
+        assert found == again, f"{name}: a repeated run gave other bits"
         if case.exact:
             assert in_ram.setdefault(case.variant, found) == found, (
-                f"{name}: not the bits of another placement"
+                f"{name}: other bits than another placement"
             )
     fixtures.save("losses.json", kept)
 
@@ -52,7 +52,7 @@ def two_workers() -> None:
 
 
 def stores() -> None:
-    """Each trained STORED steps; what they hold, and three more steps."""
+    """Stores trained for STORED steps, their contents, and the results of three more steps."""
     shutil.rmtree(HOME, ignore_errors=True)
     kept = {}
     for name, case in cases.STORES.items():
@@ -73,7 +73,7 @@ def stores() -> None:
 
 
 def runs() -> None:
-    """Run directories of `roadtrain train`: one on files, one whose state two servers hold."""
+    """Run directories of `roadtrain train`: one on files and one with its state on two servers."""
     shutil.rmtree(HOME, ignore_errors=True)
     (HOME / "files").mkdir(parents=True)
     (HOME / "served").mkdir()
@@ -99,7 +99,7 @@ def runs() -> None:
 
 
 def command_line() -> None:
-    """The options of every command, as sets."""
+    """The set of options of every command."""
     kept = {}
     for name in surface.command_names():
         code, text = surface.command(*name.split(), "--help")
@@ -145,7 +145,7 @@ def sums() -> None:
 
 
 def order() -> None:
-    """What servers do to each chunk, in order: really, and simulated."""
+    """Actions of servers on each chunk, in order, in the real run and the simulation."""
     kept = {name: cases.real_order(name) for name in cases.ORDERS}
     fixtures.save("order.json", kept)
     for name in cases.SIMULATED_ORDERS:

@@ -1,7 +1,6 @@
-"""What the goldens use of roadtrain: the only file here that imports from inside the package.
+"""The parts of roadtrain that the goldens use: the only file here that imports package internals.
 
-When a module moves or a class gets another name, this file is mended and nothing else here: what
-is kept stays as it is.
+When a module moves or a class is renamed, only this file changes; kept values stay as they are.
 `tests/golden/README.md` says when a kept value may change.
 """
 
@@ -50,14 +49,14 @@ from roadtrain.transport import link as wire
 from roadtrain.transport.tcp import TcpOptions
 
 SERVER_BUDGET = 96 << 20  # bytes
-SPILL = "spill.bin"  # the file of gradients that wait for their update
+SPILL = "spill.bin"  # the file of gradients that await their update
 
 
 def silent(_: str) -> None: ...
 
 
-# Options of place() in the first edition: the option now, the class of its value, the field of that,
-# and the default then.
+# Options of place() in the first edition -> the option today, the class of its value, its field,
+# and the default at that time.
 PLACE_OPTIONS: dict[str, tuple[str, Any, str, Any]] = {
     "servers": ("store", Servers, "addresses", None),
     "replicas": ("store", Servers, "replicas", 1),
@@ -75,7 +74,7 @@ PLACE_OPTIONS: dict[str, tuple[str, Any, str, Any]] = {
     "staleness": ("delay", Delay, "steps", 0),
     "budget": ("host_budget", None, "", None),
 }
-CHANGED = {  # values that are written in another way now
+CHANGED = {  # values whose spelling has changed
     "topk": lambda volume: volume / 2,
     "grad_dtype": lambda dtype: {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype],
 }
@@ -104,7 +103,7 @@ def place(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: A
 
 @contextlib.contextmanager
 def serving(directories: Sequence[Path]) -> Iterator[list[str]]:
-    """A server of this process for each directory; HOST:PORT of each."""
+    """Serve each directory from this process; yields HOST:PORT of each server."""
     with contextlib.ExitStack() as stack:
         hosts = []
         for directory in directories:
@@ -121,7 +120,7 @@ def serving(directories: Sequence[Path]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def counting_spills() -> Iterator[list[int]]:
-    """The bytes of each gradient that is written to a spill file meanwhile."""
+    """Yield a list that gets the size of each gradient written to a spill file."""
     write, seen = DirectFile.write, list[int]()
 
     def counted(self: DirectFile, view: memoryview, *rest: Any) -> None:
@@ -136,7 +135,7 @@ def counting_spills() -> Iterator[list[int]]:
         DirectFile.write = write  # type: ignore[method-assign]
 
 
-# The words of the first edition, in which the goldens are kept -> those of now.
+# Option names of the first edition, which the goldens use -> names today.
 SERVER_KEYS = ("relay", "buffering", "replicas", "give_up", "token_file", "ca", "cert", "key")
 JOB_KEYS = {
     "store.dirs": "store.files",
@@ -153,12 +152,12 @@ OPTIONS = {
     "--vp": "--virtual-stages",
     "--recompute": "--activation-checkpointing",
 }
-PERCENT = ("--topk", "--compress.topk")  # of the bytes, of which half are indices
+PERCENT = ("--topk", "--compress.topk")  # percent of the bytes, half of which are indices
 
 
 def command(*words: str) -> tuple[int, str]:
-    """`roadtrain WORDS`: its exit code and what it printed. Options may be in the words of the
-    first edition, and so may job files, which are written anew."""
+    """Run `roadtrain WORDS`; return its exit code and output. Options and job files may use names
+    of the first edition; such job files are rewritten."""
     for path in map(Path, words):
         for file in (path, path / "job.toml"):
             if file.name == "job.toml" and file.is_file():
@@ -183,13 +182,13 @@ def _translate(file: Path) -> None:
     for then, now in JOB_KEYS.items():
         (section, name), (to, key) = then.split("."), now.split(".")
         if name in tree.get(section, {}):
-            given = tree[section].pop(name)
-            tree.setdefault(to, {})[key] = given / 200 if then == "compress.topk" else given
+            value = tree[section].pop(name)
+            tree.setdefault(to, {})[key] = value / 200 if then == "compress.topk" else value
     file.write_text(tomli_w.dumps(tree))
 
 
 def options_in(text: str) -> set[str]:
-    """The options that a help text names, also in the words of the first edition."""
+    """Options that a help text lists, with their first-edition names as well."""
     named = set(re.findall(r"(?<![\w-])--[a-z](?:[\w.-]*\w)?", text))
     return named | {then for then, now in OPTIONS.items() if now in named}
 
@@ -203,14 +202,14 @@ def command_names() -> list[str]:
 
 
 def job_defaults() -> dict[str, str]:
-    """Every key of a job -> its default as text, those of the first edition too."""
+    """Every key of a job -> its default as text, including first-edition names."""
     now = {key: default for key, default, _ in job.all_keys()}
     return now | {then: now[key] for then, key in JOB_KEYS.items()}
 
 
 def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """All keys of a job file with words of the command line over it, as a tree of plain values
-    in the words of the first edition."""
+    """All keys of a job file after command-line overrides, as a tree of plain values under
+    first-edition names."""
     _translate(path)
     words = job.parse_overrides(options_of_now(overrides))
     loaded = job.load_job(path, words).model_dump(mode="json")
@@ -229,18 +228,18 @@ def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def place_options() -> dict[str, str]:
-    """The options of place() -> their defaults as text, those of the first edition too."""
+    """Options of place() -> their defaults as text, including first-edition names."""
     parameters = inspect.signature(roadtrain.place).parameters.values()
     former = {name: repr(default) for name, (*_, default) in PLACE_OPTIONS.items()}
     now = {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters}
     return former | now
 
 
-# simulated results, by the words of the first edition
+# simulated results under first-edition names
 
 
 def simulated(tree: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of what `simulate --json` and `plan --json` say of one plan."""
+    """The numbers that `simulate --json` and `plan --json` report for a plan."""
     names = (
         "params",
         "step_s",
@@ -288,7 +287,7 @@ def header(kind: int, raw: bytes) -> Any:
 
 
 def besides(name: str, raw: bytes) -> Any:
-    """What is not a header but has a form, read from its bytes."""
+    """Decode a structure that is not a frame header."""
     decoders = {
         "hello": m.HELLO,
         "hello of a summation": sum_frames.SUM_HELLO,
@@ -305,7 +304,7 @@ CHUNKS = ChunkTable.build(
 
 
 def messages() -> dict[str, Any]:
-    """A message of a worker to a server -> its frame: kind, header, payload."""
+    """Name of each message from a worker to a server -> its frame: kind, header, payload."""
     grad = memoryview(bytearray(i % 251 for i in range(8192)))
     indices, sums = np.array([3, 5, 1999], np.uint32), np.array([1.5])
     fp32, half = np.array([0.5, -2.0, 3.25], np.float32), np.array([1, 2, 0x3F80], np.uint16)
@@ -328,8 +327,8 @@ def messages() -> dict[str, Any]:
     return {name: m.frame(message) for name, message in made.items()}
 
 
-def said_again(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
-    """A frame that was read, as the message it is, and made a frame again."""
+def read_and_rebuilt(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
+    """Decode a frame into its message and encode the message again."""
     fields, view = m.header(kind, raw), memoryview(bytearray(payload))
     if kind == m.PUSH:
         chunk = CHUNKS[fields[0]]
@@ -337,7 +336,7 @@ def said_again(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
             fields, chunk, len(payload) if fields[3] < 0 and not fields[4] else 8192
         ) == len(payload)
         push = m.push(fields, view, chunk, True, 0)
-        if push.dtype:  # the frame is the first half of what the server has room for
+        if push.dtype:  # the frame fills the first half of the server's buffer
             push = replace(push, grad=memoryview(bytearray(payload) * 2))
         return m.frame(push)
     if kind == m.APPLY_UPDATE:
@@ -367,16 +366,15 @@ def heads() -> dict[str, str]:
 
 
 def handshake() -> dict[str, str]:
-    """All bytes that both sides of a handshake say, with a token and without, given their
-    nonces."""
-    said = {}
+    """All bytes that both sides of a handshake send for fixed nonces, with and without a token."""
+    transcripts = {}
     for name, token in (("no token", None), ("token", b"secret")):
-        for side, raw in _shaken(token).items():
-            said[f"{side}, {name}"] = bytes(raw).hex()
-    return said
+        for side, raw in _handshake_transcripts(token).items():
+            transcripts[f"{side}, {name}"] = bytes(raw).hex()
+    return transcripts
 
 
-def _shaken(token: bytes | None) -> dict[str, bytearray]:
+def _handshake_transcripts(token: bytes | None) -> dict[str, bytearray]:
     client, server = ends = socket.socketpair()
     transcripts = {"client": bytearray(), "server": bytearray()}
     link, hello, deadline = bytes(range(16)), b"hello there", time.monotonic() + 10
@@ -410,27 +408,27 @@ def _recorded(ends: Any, transcripts: dict[str, bytearray]) -> Any:
 # sums
 
 
-class Heard:
-    """The worker's end of a link to a reducer: frames as they are sent."""
+class RecordingLink:
+    """A worker's link to a reducer that records the frames sent over it."""
 
     peer = "a worker"
 
     def __init__(self) -> None:
         self.frames: list[list[Any]] = []
-        self.came = threading.Event()
+        self.arrived = threading.Event()
 
     def send(self, kind: int, raw: bytes, parts: Sequence[Any] = (), urgent: bool = False) -> None:
         self.frames.append([kind, raw.hex(), b"".join(bytes(part) for part in parts).hex()])
-        self.came.set()
+        self.arrived.set()
 
     def close(self) -> None: ...
 
 
 def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> list[list[Any]]:
-    """What each worker is sent by a reducer, round by round, when each gives its `values` of
+    """Frames that a reducer sends to each worker, round by round, for the workers' `values` of
     tensor 3."""
     reducer = Reducer(rule, len(values), lambda nbytes: None, lambda _: None)
-    links = [Heard() for _ in values]
+    links = [RecordingLink() for _ in values]
     connections = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     for number in range(rounds):
         for rank, (connection, array) in enumerate(zip(connections, values)):
@@ -439,11 +437,11 @@ def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> l
             room = connection.room(sum_frames.PART, raw, len(payload))
             room[:] = payload
             for link in links:
-                link.came.clear()
+                link.arrived.clear()
             connection.arrived(sum_frames.PART, raw, room)
             if rule == "accumulate":
-                assert links[rank].came.wait(10)
-        assert rule == "accumulate" or all(link.came.wait(10) for link in links)
+                assert links[rank].arrived.wait(10)
+        assert rule == "accumulate" or all(link.arrived.wait(10) for link in links)
     found = [link.frames[:] for link in links]
     reducer.end(RoadtrainError("over"))
     for thread in reducer.threads:
@@ -452,7 +450,7 @@ def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> l
 
 
 def encoded_as(form: str, values: np.ndarray, seed: int) -> bytes:
-    """Of a codec, or a dtype that gradients may have."""
+    """Encode values with a codec, or as a dtype that gradients may have."""
     if form == "fp32":
         return values.tobytes()
     out = bytearray(formats.format_of(form).nbytes(values.size))
@@ -469,7 +467,7 @@ def decoded_as(form: str, raw: bytes, n: int) -> np.ndarray:
 def residual_after(
     form: str, values: np.ndarray, residual: np.ndarray, seed: int
 ) -> tuple[bytes, np.ndarray]:
-    """What is sent and what is kept back."""
+    """Encode values with a residual; return the bytes sent and the new residual."""
     out = bytearray(formats.format_of(form).nbytes(values.size))
     kept = residual.copy()
     formats.encode(form, values, kept, memoryview(out), seed)
@@ -478,7 +476,7 @@ def residual_after(
 
 # the order of operations
 
-SAID = {
+ACTION_NAMES = {
     ops.Answer: "Answer",
     ops.Hold: "Hold",
     ops.Read: "Read",
@@ -497,17 +495,17 @@ def _about(action: Any) -> Any:
 
 @contextlib.contextmanager
 def logged_actions() -> Iterator[list[tuple[str, Any]]]:
-    """(what a server decides to do, chunk), in order, of all servers of this process meanwhile."""
-    handle, said = ServerStateMachine.handle, list[tuple[str, Any]]()
+    """Yield a list that gets (action, chunk) of each decision of the servers in this process."""
+    handle, log = ServerStateMachine.handle, list[tuple[str, Any]]()
 
     def logged(self: ServerStateMachine, event: Any) -> Any:
         actions = handle(self, event)
-        said.extend((SAID[type(a)], _about(a)) for a in actions if type(a) in SAID)
+        log.extend((ACTION_NAMES[type(a)], _about(a)) for a in actions if type(a) in ACTION_NAMES)
         return actions
 
     ServerStateMachine.handle = logged  # type: ignore[method-assign]
     try:
-        yield said
+        yield log
     finally:
         ServerStateMachine.handle = handle  # type: ignore[method-assign]
 
@@ -518,7 +516,7 @@ def blocks_of(placed: Any) -> dict[int, int]:
 
 
 def simulated_order(placement: str, staleness: int, slots: int, depth: int) -> list[str]:
-    """All that a simulated server does, in order."""
+    """Actions of a simulated server, in order."""
     device = {"flops": "1TFLOP/s", "memory": "80GB", "memory_rate": "1000GB/s", "copy": "100GB/s"}
     ssd = {"read": "3GB/s", "write": "3GB/s", "capacity": "1TB"}
     cluster = make_cluster(
@@ -539,13 +537,15 @@ def simulated_order(placement: str, staleness: int, slots: int, depth: int) -> l
     shape = ModelShape("m", BlockShape("layer", 10_000, 1e9, 0.0, 0.0).times(depth), 1)
     plan = Plan(named_placement(placement), staleness=staleness, memory=PlanMemory(slots=slots))
     block_ended = SimulatedStage._block_ended
-    with logged_actions() as said:
+    with logged_actions() as log:
 
         def ended(stage: SimulatedStage, block: int, slot: int) -> None:
             assert stage.run is not None
-            said.append((stage.run.what, block))
+            log.append((stage.run.what, block))
             block_ended(stage, block, slot)
 
         with mock.patch.object(SimulatedStage, "_block_ended", ended):
             simulate(plan, cluster, shape, Constants(), traced=True)
-    return [f"{what} {block}" for what, block in said if what != "Prepare"]  # of no block
+    return [
+        f"{what} {block}" for what, block in log if what != "Prepare"
+    ]  # Prepare concerns no block

@@ -1,4 +1,4 @@
-"""Frames, handshakes and codecs are, byte for byte, what they were."""
+"""Frames, handshakes and codecs are unchanged byte for byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_headers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMES["besides"])
-def test_what_is_no_header(name: str) -> None:
+def test_structures_besides_headers(name: str) -> None:
     kept = FRAMES["besides"][name]
     raw = bytes.fromhex(kept["hex"])
     found = surface.besides(name, raw)
@@ -32,14 +32,14 @@ def test_what_is_no_header(name: str) -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages(name: str) -> None:
-    """As they are said, and as they are said again by who has read them (a relay)."""
+    """Messages as a worker sends them, and as a relay forwards them after decoding."""
     kind, header, payload = MESSAGES[name]
-    assert said(*surface.messages()[name]) == [kind, header, payload]
-    again = surface.said_again(name, kind, bytes.fromhex(header), bytes.fromhex(payload))
-    assert said(*again) == [kind, header, payload]
+    assert in_hex(*surface.messages()[name]) == [kind, header, payload]
+    again = surface.read_and_rebuilt(name, kind, bytes.fromhex(header), bytes.fromhex(payload))
+    assert in_hex(*again) == [kind, header, payload]
 
 
-def said(kind: int, header: bytes, parts: object) -> list[object]:
+def in_hex(kind: int, header: bytes, parts: object) -> list[object]:
     return [kind, header.hex(), b"".join(map(bytes, parts)).hex()]  # type: ignore[call-overload]
 
 
@@ -55,7 +55,7 @@ def test_handshakes() -> None:
     assert surface.handshake() == FRAMES["handshake"]
 
 
-def test_what_a_reducer_says() -> None:
+def test_frames_of_a_reducer() -> None:
     assert cases.summed() == SUMS["summed"]
 
 

@@ -1,4 +1,4 @@
-"""Losses, norms and contents of many placements are, bit for bit, what they were (Rule 1)."""
+"""Losses, norms and contents of many placements equal the kept ones bit for bit (Rule 1)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import cases
 import fixtures
 import pytest
 
-AS_TORCH = ("sgd", "lion")  # whose updates have torch's own bits in fp32
+AS_TORCH = ("sgd", "lion")  # their fp32 updates equal torch's bit for bit
 
 
 @pytest.mark.parametrize("name", cases.LOSSES)
-def test_the_bits_that_were(name: str, tmp_path: Path) -> None:
+def test_losses_norms_and_contents_are_unchanged(name: str, tmp_path: Path) -> None:
     case = cases.LOSSES[name]
     found = cases.train(case, tmp_path, 0, cases.STEPS)
     check_by_torch(case, found["losses"])
@@ -21,8 +21,8 @@ def test_the_bits_that_were(name: str, tmp_path: Path) -> None:
 
 
 def check_by_torch(case: cases.Case, losses: list[str]) -> None:
-    """Against plain torch on this machine, whatever it is; a first loss has no update behind it
-    yet."""
+    """Compare with plain torch on this machine, whatever its arithmetic. The first loss precedes
+    any update."""
     plain = cases.plain_losses(case.variant)[: cases.STEPS]
     assert losses[0] == plain[0]
     if not case.exact or case.variant.dtype != "fp32":
@@ -35,7 +35,7 @@ def check_by_torch(case: cases.Case, losses: list[str]) -> None:
 
 
 def test_kept_placements_agree() -> None:
-    """What is kept itself says that exact placements of one training have the same bits."""
+    """In the kept values exact placements of the same training have equal bits."""
     kept, first = fixtures.load("losses.json"), dict[cases.Variant, object]()
     assert kept.keys() == cases.LOSSES.keys()
     for name, case in cases.LOSSES.items():

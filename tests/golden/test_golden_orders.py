@@ -1,4 +1,5 @@
-"""What is done to each chunk, and in which order, is what it was: really and simulated (Rule 7)."""
+"""The actions on each chunk and their order are unchanged, in the real run and the simulation (Rule
+7)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Simulated seconds, bytes and joules, the planner's picks, and the papers' rows, to the last
-bit of their floats."""
+"""Simulated seconds, bytes and joules, the planner's picks, and the rows of the papers are
+unchanged to the last bit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KEPT = fixtures.load_packed("simulated.json.gz")
 
 
 @pytest.mark.parametrize("words", cases.simulations(), ids=" ".join)
-def test_simulated(words: list[str]) -> None:
+def test_simulated_results_are_unchanged(words: list[str]) -> None:
     assert cases.simulated(words) == KEPT[" ".join(words)]
 
 
 @pytest.mark.parametrize("paper", ["byteps", "holmes"])
-def test_papers(paper: str) -> None:
+def test_rows_of_the_papers_are_unchanged(paper: str) -> None:
     assert cases.reproduced(paper) == KEPT[paper]

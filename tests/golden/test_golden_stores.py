@@ -1,5 +1,5 @@
-"""Stores that earlier code made open, hold what they held, and go on with the bits that they
-went on with (Rule 3)."""
+"""Stores of earlier code open with the same contents and continue with the same bits
+(Rule 3)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 LAST = cases.STORED + 3
 
 
-def unpacked(name: str, home: Path) -> dict[str, object]:
+def unpack_store(name: str, home: Path) -> dict[str, object]:
     fixtures.unpack("stores.tar.xz", home, name)
     kept: dict[str, object] = fixtures.load("stores.json")[name]
     return kept
 
 
 @pytest.mark.parametrize("name", cases.STORES)
-def test_a_kept_store_goes_on(name: str, tmp_path: Path) -> None:
-    kept, case = unpacked(name, tmp_path), cases.STORES[name]
+def test_a_kept_store_resumes(name: str, tmp_path: Path) -> None:
+    kept, case = unpack_store(name, tmp_path), cases.STORES[name]
     with cases.placed(case, tmp_path / name) as (model, optimizer, _):
         assert optimizer.steps_done == cases.STORED
         assert cases.contents(case, model, optimizer) == kept.pop("held")
@@ -36,8 +36,9 @@ def test_a_kept_store_goes_on(name: str, tmp_path: Path) -> None:
     [("one", "2 directories"), ("two", "1 directory"), ("one", "3 directories")],
 )
 def test_a_kept_store_is_converted(name: str, where: str, tmp_path: Path) -> None:
-    """To other directories, which `moved_from` names where the store leaves one."""
-    kept, case = unpacked(name, tmp_path), cases.STORES[name]
+    """The store is converted to other directories; `moved_from` names a directory that it
+    leaves."""
+    kept, case = unpack_store(name, tmp_path), cases.STORES[name]
     left = sorted((tmp_path / name).glob("store*"))[int(where[0]) :]
     moved = replace(case, where=where, options={"moved_from": left} if left else {})
     with cases.placed(moved, tmp_path / name) as (model, optimizer, _):

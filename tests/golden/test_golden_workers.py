@@ -1,4 +1,5 @@
-"""Two workers of one host on two servers: their losses and norms, and what the servers hold, are what they were."""
+"""Two workers of a host on two servers: losses, norms and the contents of the servers are
+unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two workers that train on servers together, each in a process of its own: a rank is the environment's."""
+"""Two workers that train on the same servers in separate processes, since the environment sets the
+rank."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ FORK = multiprocessing.get_context("forkserver")
 
 
 def work(rank: int, workers: int, servers: list[str], out: Connection) -> None:
-    """Sends its losses and norms; rank 0 also what the servers hold in the end."""
+    """Train and send losses and norms; rank 0 also sends the final contents of the servers."""
     torch.set_num_threads(1)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
     os.environ |= {name: str(number) for name, number in ranks.items()} | {"MASTER_PORT": "1"}
@@ -35,7 +36,7 @@ def work(rank: int, workers: int, servers: list[str], out: Connection) -> None:
 
 
 def run(home: Path, workers: int = 2) -> list[dict[str, Any]]:
-    """What each worker found."""
+    """Run all workers. Returns the results of each."""
     with surface.serving([home / "server0", home / "server1"]) as servers:
         pipes = [FORK.Pipe(duplex=False) for _ in range(workers)]
         processes = [

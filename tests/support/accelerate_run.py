@@ -1,8 +1,8 @@
-"""A loop with accelerate as its guide has it, with everything tracked; a test runs and kills it.
+"""A loop with accelerate as in its guide, with everything tracked; a test runs and kills it.
 
     accelerate_run.py STORE STEPS KILL
 
-Prints a line a step: its number, the loss, the rate, the rows of the batch.
+Prints a line per step: its number, the loss, the learning rate, the rows of the batch.
 """
 
 from __future__ import annotations

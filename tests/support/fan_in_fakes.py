@@ -1,5 +1,5 @@
-"""A fake worker and a fake end of a fan-in, driven by the test's own thread: real sockets and
-switch/protocol/numbered.py, nothing else. Gradient number n of a worker is a fixed array, so each sum is
+"""A fake worker and a fake end of a fan-in, driven by the test's own thread. They use real sockets
+and switch/protocol/numbered.py only. Gradient n of a worker is a fixed array, so each sum is
 known."""
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ BEAT_S = 0.005
 
 
 def gradient_of(worker: int, number: int) -> np.ndarray:
-    """int32, of one packet."""
+    """Payload of a gradient packet, int32."""
     return np.random.default_rng((worker, number)).integers(
         -(2**24), 2**24, PAYLOAD_NBYTES // 4, np.int32
     )
 
 
 def parameters_of(number: int) -> np.ndarray:
-    """uint8, of one packet."""
+    """Payload of a parameter packet, uint8."""
     return np.random.default_rng(number).integers(0, 256, PAYLOAD_NBYTES, np.uint8)
 
 
 class Peer:
-    """What the end and a worker have in common: one stream out, one in."""
+    """Base of a worker and an end: a stream of numbered packets in each direction."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Peer:
         self.sender, self.receiver = NumberedSender(), NumberedReceiver(window)
         self.to: Sequence[Address] = ()
         self.got: dict[int, bytes] = {}  # number -> payload
-        self.below: tuple[int, int] = (0, 0)  # as the last heartbeat said
-        self.twice = 0  # packets that had come
-        self._moved = self._said = 0.0
+        self.below: tuple[int, int] = (0, 0)  # as reported by the last heartbeat
+        self.twice = 0  # packets received twice
+        self._moved = self._last_beat = 0.0
         self._buffer = np.zeros(1 << 16, np.uint8)
 
     @property
@@ -74,7 +74,7 @@ class Peer:
         return self.socket.address
 
     def pump(self) -> None:
-        """What has come, what may leave, a heartbeat when it is time."""
+        """Receive packets, send those in the window, and send a heartbeat when it is due."""
         while (found := self.socket.receive(self._buffer, 0.0)) is not None:
             self._take(*found)
         now = time.monotonic()
@@ -84,8 +84,8 @@ class Peer:
         if not self.sender.idle and now - self._moved > LOSS_S * (1 + self.child):
             self.sender.silent()
             self._moved = now
-        if now - self._said > BEAT_S:
-            self._said = now
+        if now - self._last_beat > BEAT_S:
+            self._last_beat = now
             self.beat()
 
     def beat(self) -> None:
@@ -109,7 +109,7 @@ class Peer:
             self.socket.send(staging, PACKET_NBYTES, to)
 
     def packets(self, numbers: range, kind: Kind | None = None) -> np.ndarray:
-        """Sealed."""
+        """Build sealed packets."""
         staging = np.zeros(len(numbers) * PACKET_NBYTES, np.uint8)
         kind = kind or self.out
         width = 4 if kind == Kind.GRADIENT else 0
@@ -137,10 +137,10 @@ class Peer:
             kind, number = Kind(header["kind"][0]), int(header["number"][0])
             if kind in (Kind.PARAMETER_BEAT, Kind.GRADIENT_BEAT):
                 batch = Batch(packet, packet.size, [source], kind, np.ones(1, bool), header)
-                for beat, said, _ in beats_of(batch):
+                for beat, fields, _ in beats_of(batch):
                     before = self.sender.ack
                     self.sender.heartbeat(beat)
-                    self.below = int(said["a"]), int(said["b"])
+                    self.below = int(fields["a"]), int(fields["b"])
                     if self.sender.ack > before:
                         self._moved = time.monotonic()
             elif self.receiver.accept(number):
@@ -167,7 +167,7 @@ class Registration:
     """The Receiver of an end's link to a switch."""
 
     def __init__(self) -> None:
-        self.came = queue.SimpleQueue[object]()
+        self.answers = queue.SimpleQueue[object]()
         self.over: PeerError | None = None
         self.failed = ""
 
@@ -179,22 +179,22 @@ class Registration:
         if kind == m.FAILED:
             self.failed = fields.words
         else:
-            self.came.put(fields)
+            self.answers.put(fields)
 
     def lost(self, error: PeerError) -> None:
         self.over = error
-        self.came.put(error)
+        self.answers.put(error)
 
 
 class End(Peer):
-    """Of one job."""
+    """The end of the fan-in of a job."""
 
     def __init__(self, job: int = 7, name: str = "a job", **options) -> None:
         self.nonce = bytes([job % 256]) * 16
         key = PacketKey.derive(TOKEN, self.nonce)
         super().__init__(key, job, Kind.PARAMETERS, parameters_of, **options)
         self.name, self.links = name, []
-        self.port = 0  # of the root's datagrams
+        self.port = 0  # UDP port of the root switch
 
     def register(
         self,
@@ -206,8 +206,8 @@ class End(Peer):
         child: int = 0,
         port: int = 0,
     ) -> int:
-        """The job's port there."""
-        said = switch_frames.SwitchHello(
+        """Register the job at a switch. Returns its UDP port there."""
+        hello = switch_frames.SwitchHello(
             self.name, self.job, self.nonce, children, slots, child, parent or self.where, port
         )
         receiver = Registration()
@@ -215,10 +215,10 @@ class End(Peer):
             switch,
             receiver,
             TcpOptions(token=TOKEN, retry_s=5.0),
-            hello=switch_frames.SWITCH_GREETING + m.encode(said),
+            hello=switch_frames.SWITCH_GREETING + m.encode(hello),
             language=m.LANGUAGE,
         )
-        ready = receiver.came.get(timeout=10)
+        ready = receiver.answers.get(timeout=10)
         if isinstance(ready, Exception):
             raise ready
         assert ready.slots == slots
@@ -239,7 +239,7 @@ class End(Peer):
 
 
 def pumped(peers: Sequence[Peer], until: Callable[[], bool], deadline_s: float = 20.0) -> bool:
-    """Whether it came about in time."""
+    """Pump all peers until `until()`. Returns whether that happened within the deadline."""
     deadline = time.monotonic() + deadline_s
     while not until():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A server, its fan-in end and its only switch in one, as a participant's link meets them: TCP
+"""Stands for a server, its fan-in end and its only switch, as seen by a participant's link: TCP
 frames are kept for the test, integers are added in numpy, parameters are sent to all."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Member:
 
 
 class Hub:
-    """`loss`: of packets, each way. `port`: of the datagrams."""
+    """loss: Fraction of packets lost in each direction. port: UDP port of the hub."""
 
     def __init__(self, workers: int, *, faults: Any = None, loss: float = 0.0) -> None:
         self.workers, self._loss, self._random = workers, loss, random.Random(7)
@@ -79,8 +79,8 @@ class Hub:
         self.beats: dict[int, Heartbeat] = {}
         self.numbers: dict[int, dict[int, np.ndarray]] = {}  # number -> child -> payload
         self.headers: dict[int, np.void] = {}  # number -> one of its headers
-        self.came = NumberedReceiver(WINDOW)
-        self.up = 0  # numbers that were granted
+        self.receiver = NumberedReceiver(WINDOW)
+        self.up = 0  # count of granted numbers
         self.down: list[np.ndarray] = []  # whole packets, by number
         self.quiet = False  # no heartbeat goes down
         self.failed: list[BaseException] = []
@@ -89,7 +89,7 @@ class Hub:
             for _ in range(workers)
         ]
         kinds = (Kind.GRADIENT, Kind.EXPONENTS)
-        take = {**dict.fromkeys(kinds, self._sum), Kind.PARAMETER_BEAT: self._hear}
+        take = {**dict.fromkeys(kinds, self._sum), Kind.PARAMETER_BEAT: self._take_beat}
         self.receive = PacketPort(
             [self.socket], self.key, JOB, take, self.failed.append, name="hub", tick=self._tick
         )
@@ -109,15 +109,15 @@ class Hub:
 
     def _accept(self, link: Link, hello: bytes) -> Member:
         assert hello.startswith(GREETING)
-        said = m.decoded(switch_frames.FAN_IN_HELLO, hello[len(GREETING) :], "a hello")
-        assert said.window == WINDOW
+        greeting = m.decoded(switch_frames.FAN_IN_HELLO, hello[len(GREETING) :], "a hello")
+        assert greeting.window == WINDOW
         with self.changed:
-            member = self.members[said.hello.rank] = Member(self, said.hello.rank, link)
+            member = self.members[greeting.hello.rank] = Member(self, greeting.hello.rank, link)
             self.changed.notify_all()
         return member
 
     def join(self, group: str = "") -> None:
-        """All are here, and take part."""
+        """Wait until all participants have connected, and let them join."""
         self.until(lambda: len(self.members) == self.workers)
         for child, member in self.members.items():
             fields = (JOB, child, self.socket.address[1], group)
@@ -131,11 +131,11 @@ class Hub:
         with self.changed:
             assert self.changed.wait_for(ready, seconds), self.failed
 
-    def heard(self, kind: int, count: int) -> None:
-        """Each member has said so many frames of `kind`."""
-        self.until(lambda: all(len(one.of(kind)) >= count for one in self.members.values()))
+    def wait_frames(self, kind: int, count: int) -> None:
+        """Wait until each member has sent `count` frames of `kind`."""
+        self.until(lambda: all(len(member.of(kind)) >= count for member in self.members.values()))
 
-    # numbers that go up
+    # packets from the participants
 
     def grant(self, chunk: int, round: int, count: int, announced: set[int]) -> int:
         first, self.up = self.up, self.up + count
@@ -154,36 +154,36 @@ class Hub:
                 at = int(i) * batch.segment + packets.HEADER_NBYTES
                 payload = batch.buffer[at : at + PAYLOAD_NBYTES].copy()
                 had = self.numbers.setdefault(number, {}).setdefault(child, payload)
-                assert np.array_equal(had, payload)  # a number's bytes never change
+                assert np.array_equal(had, payload)  # the bytes of a number never change
                 self.headers[number] = batch.headers[i]
                 if len(self.numbers[number]) == self.workers:
-                    self.came.accept(number)
+                    self.receiver.accept(number)
             self.changed.notify_all()
 
     def _tick(self) -> None:
-        beat = self.came.heartbeat()
+        beat = self.receiver.heartbeat()
         packet = beat_packet(self.key, JOB, Kind.GRADIENT_BEAT, beat)
         for to in [] if self.quiet else list(self.children.values()):
             self.socket.send(packet, packet.size, to)
 
     def sums(self, first: int, count: int, width: int) -> np.ndarray:
         """Packets [count, PAYLOAD_NBYTES] of all participants' integers."""
-        self.until(lambda: self.came.ack >= first + count)
+        self.until(lambda: self.receiver.ack >= first + count)
         out = []
         for number in range(first, first + count):
-            parts = [one.view(INTEGER[width]) for one in self.numbers[number].values()]
+            parts = [payload.view(INTEGER[width]) for payload in self.numbers[number].values()]
             out.append(np.sum(parts, axis=0, dtype=INTEGER[width]).view(np.uint8))
         return np.stack(out)
 
     def maxima(self, first: int, count: int) -> np.ndarray:
-        self.until(lambda: self.came.ack >= first + count)
+        self.until(lambda: self.receiver.ack >= first + count)
         rows = [np.max(list(self.numbers[n].values()), axis=0) for n in range(first, first + count)]
         return np.concatenate(rows)
 
-    # numbers that go down
+    # packets to the participants
 
     def send(self, kind: Kind, a: int, b: int, data: np.ndarray, credit: int = 0) -> None:
-        """Its packets get the next numbers, of each child's stream the same."""
+        """Send data to all children under the next numbers, which are the same for each child."""
         with self.changed:
             count, first = -(-data.size // PAYLOAD_NBYTES), len(self.down)
             buffer = np.zeros(count * PACKET_NBYTES, np.uint8)
@@ -204,7 +204,7 @@ class Hub:
 
         return fill
 
-    def _hear(self, batch: Batch) -> None:
+    def _take_beat(self, batch: Batch) -> None:
         with self.changed:
             for beat, header, source in beats_of(batch):
                 child = int(header["sender"])
@@ -214,6 +214,6 @@ class Hub:
             self.changed.notify_all()
 
     @property
-    def told(self) -> Heartbeat:
-        """What all have of what goes down."""
+    def merged_beat(self) -> Heartbeat:
+        """Packets of the broadcast stream that all children have received."""
         return merged(list(self.beats.values()))

@@ -1,5 +1,5 @@
-"""The packets of a fan-in through an emulated network: PacketSender, PacketPort, a switch's job and its
-packet loop, in threads of this process whose sockets are on hosts of the lab. Trains nothing."""
+"""Packets of a fan-in through an emulated network: PacketSender, PacketPort, a switch's job and its
+packet loop run in threads of this process with sockets on hosts of the lab. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAST = 1.25e9  # bytes/s of the switch's host
 
 
 def network(workers: int, rate: float, loss: float = 0.0) -> Network:
-    """`rate`: bytes/s of the links of workers and node."""
+    """A network for a fan-in. rate: bytes/s of the links of the workers and the node."""
     hosts = {f"w{w}": [LabNic(rate, loss=loss)] for w in range(workers)}
     return Network({**hosts, "node": [LabNic(rate, loss=loss)], "switch": [LabNic(FAST)]})
 
@@ -52,12 +52,12 @@ def socket_on(host: LabHost, nbytes: int, send_nbytes: int = SEND_NBYTES) -> Dat
 
 
 def values_of(numbers: np.ndarray, worker: int) -> np.ndarray:
-    """int32: what every element of a worker's packet with this number is."""
+    """Value of every element of a worker's packet with each number, int32."""
     return (numbers * 1_000_003 + worker * 7919).astype(np.int32)
 
 
 class Peer:
-    """A worker or the node: it sends one stream and receives the other."""
+    """A worker or the node, which sends one stream and receives the other."""
 
     def __init__(
         self, lab: FanInLab, host: LabHost, child: int | None, to: tuple[str, int]
@@ -104,9 +104,9 @@ class Peer:
         right = sum(values_of(numbers[new], worker) for worker in workers)
         found = np.ascontiguousarray(rows).view(np.int32)
         self.wrong += int(np.count_nonzero((found != np.asarray(right)[:, None]).any(axis=1)))
-        count, came = int(np.count_nonzero(new)), int(np.count_nonzero(batch.ok))
-        self.got, self.twice = self.got + count, self.twice + came - count
-        self.clock.received(came)
+        count, arrived = int(np.count_nonzero(new)), int(np.count_nonzero(batch.ok))
+        self.got, self.twice = self.got + count, self.twice + arrived - count
+        self.clock.received(arrived)
 
     def _beats(self, batch: Batch) -> None:
         for beat, _, _ in beats_of(batch):
@@ -180,7 +180,7 @@ class FanInLab:
             time.sleep(0.002)
 
     def send(self, up: int, down: int, most_s: float = 120.0) -> Outcome:
-        """Send so many more numbers in each direction, and wait until all are acknowledged."""
+        """Send `up` and `down` more numbers and wait until all are acknowledged."""
         link = self.network.hosts["node"].nics[0]
         ends = [peer.receiver.ack for peer in self.peers]
         before, began, cpu = link.frames(), time.monotonic(), time.process_time()

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.transport.tcp import Address
 
-Packet = tuple[bytes, Address]  # and where it goes
+Packet = tuple[bytes, Address]  # and its destination
 
 
 @dataclass
 class RandomFaults:
-    """Each packet has these chances on its own. A packet that is overtaken waits for the next to
-    the same place. What is lost, doubled and overtaken follows from `seed` and the order of
+    """Faults that hit each packet independently with these probabilities. An overtaken packet waits
+    for the next packet to the same address. The faults follow from `seed` and the order of
     packets."""
 
     seed: int
@@ -34,10 +34,10 @@ class RandomFaults:
 
     def filter(self, packets: list[Packet]) -> list[Packet]:
         with self._lock:
-            return [sent for packet in packets for sent in self._one(packet)]
+            return [sent for packet in packets for sent in self._pass(packet)]
 
-    def _one(self, packet: Packet) -> list[Packet]:
-        """What leaves in this packet's turn."""
+    def _pass(self, packet: Packet) -> list[Packet]:
+        """Packets sent in place of this packet."""
         waiting = self._kept.pop(packet[1], [])
         if self._random.random() < self.loss:
             self.lost += 1
@@ -53,7 +53,7 @@ class RandomFaults:
 
 
 def faulty(socket: DatagramSocket, faults: RandomFaults | None) -> DatagramSocket:
-    """The same socket; what it sends from now on passes `faults`, if any."""
+    """Let the socket's outgoing packets pass through `faults`, if any. Returns the socket."""
     if faults is not None:
         send = socket.send
 
@@ -68,12 +68,13 @@ def faulty(socket: DatagramSocket, faults: RandomFaults | None) -> DatagramSocke
 
 
 def _runs(packets: list[Packet]) -> Iterator[tuple[bytes, int, Address]]:
-    """(bytes, bytes of each, to) of neighbours that have one length and go one way."""
+    """(data, packet length, destination) of runs of adjacent packets with equal length and
+    destination."""
     at = 0
     while at < len(packets):
         first, to = packets[at]
         end = at
         while end < len(packets) and packets[end][1] == to and len(packets[end][0]) == len(first):
             end += 1
-        yield b"".join(one for one, _ in packets[at:end]), len(first), to
+        yield b"".join(data for data, _ in packets[at:end]), len(first), to
         at = end

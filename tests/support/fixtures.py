@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one thread for torch, nothing left behind, hosts that serve."""
+"""Fixtures for all tests: a single torch thread, leak checks, hosts that serve."""
 
 import gc
 import threading
@@ -10,16 +10,17 @@ from hypothesis import settings
 from tests.support.ports import DIRECTORY
 from tests.support.processes import HostProcess, open_files
 
-# Tiny models: a second thread only spins, and sums inside torch depend on their number.
+# Models are tiny: a second thread would only spin, and torch's sums depend on the number of
+# threads.
 torch.set_num_threads(1)
-# How long an example takes is up to whatever else runs here.
+# The time of an example depends on the load of the machine.
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_what_is_loaded():
-    """Keep the garbage collector off what lives until the end: modules, and all tests. Each full
+    """Exclude modules and tests, which live until the end, from garbage collection: each full
     collection would visit a million objects."""
     gc.collect()
     gc.freeze()
@@ -27,7 +28,7 @@ def freeze_what_is_loaded():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
-    """No thread and no descriptor outlives a test with processes."""
+    """Check that no thread and no descriptor outlives a test with processes."""
     if "local" not in request.keywords:
         yield
         return
@@ -38,10 +39,10 @@ def nothing_is_left_behind(request):
         for t in threading.enumerate()
         if t not in threads and not t.name.startswith(("pymp", "numba"))
     ]
-    # not ours, those have names
+    # threads of libraries; ours have names
     if any(t.name.startswith("ThreadPoolExecutor-") for t in new):
-        gc.collect()  # transformers loads with one: its threads end when it is collected
-    for thread in new:  # one that says its last word when the test ends is not left behind
+        gc.collect()  # transformers loads with a thread pool that ends when it is collected
+    for thread in new:  # a thread that is about to end is not left behind
         thread.join(5.0)
     left = [t.name for t in new if t.is_alive()]
     assert not left, f"threads left: {left}"
@@ -51,15 +52,15 @@ def nothing_is_left_behind(request):
         if n not in files
         and f.startswith("/")
         and "/dev/" not in f
-        and not f.startswith(f"{DIRECTORY}/")  # locks of ports, held to the end of the tests
+        and not f.startswith(f"{DIRECTORY}/")  # locks of ports, held until the end of the tests
     }
     assert not new, f"descriptors left: {new}"
 
 
 @pytest.fixture
 def hosts(tmp_path):
-    """`hosts(n)`: n more processes that serve, each with a directory of its own; `hosts.all`:
-    those so far."""
+    """`hosts(n)` starts n more serving processes, each with its own directory; `hosts.all` lists
+    all of them."""
     made = []
 
     def make(n, **options):
@@ -76,7 +77,7 @@ def hosts(tmp_path):
 
 @pytest.fixture
 def addresses(hosts):
-    """The same, by their addresses."""
+    """Like `hosts`, but returns their addresses."""
 
     def make(n, **options):
         return [host.where for host in hosts(n, **options)]

@@ -1,5 +1,5 @@
-"""One rank of tests/stages/lab/test_group_networks.py: meets, makes its groups, and does what it is told on each,
-a line of its input at a time."""
+"""A rank of tests/stages/lab/test_group_networks.py: it meets the others, creates its groups, and
+carries out commands on them, one per input line."""
 
 import os
 import sys
@@ -20,10 +20,10 @@ NBYTES = 4 << 20
 
 
 def main(job: str) -> None:
-    asked = load_job(job).parallelism
+    options = load_job(job).parallelism
     met = meet(launch_of(os.environ), deadline_s=60)
-    parallelism = asked.degrees(met.world_size)
-    hosts = override(met.hosts, asked.networks)
+    parallelism = options.degrees(met.world_size)
+    hosts = override(met.hosts, options.networks)
     groups = Groups.of(parallelism, met.host_devices(hosts), data_groups=DataGroups.IN_ONE_CLUSTER)
     networks = preflight(met, groups.to_create, hosts, say=lambda _: None)
     start_processes(networks[CONTROL], met.store, met.rank, met.world_size, 60.0)

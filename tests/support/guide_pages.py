@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # The page for maintainers is a tour of the code, without commands of its own.
 START = sorted({*ROOT.glob("docs/start/*.md")} - {ROOT / "docs/start/maintainers.md"})
 PAGES = [*START, *sorted(ROOT.glob("docs/guides/*.md"))]
-# These examples need root: they make network namespaces.
+# These examples need root to create network namespaces.
 LAB = {"guides/lab", "guides/networks", "guides/two-clusters", "start/two-clusters"}
 
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
@@ -48,14 +49,14 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def example_of(page: Path) -> list[Block]:
-    """The blocks of the section `## Example`; empty where the page has none."""
+    """The blocks of the section `## Example`; empty if the page has none."""
     _, _, rest = page.read_text().partition("\n## Example\n")
     return blocks_of(re.split(r"\n## ", rest, maxsplit=1)[0])
 
 
 def lines_match(printed: str, expected: str) -> bool:
-    """Compare two lines: `...` stands for any text, a number for any number, and the loss for one
-    within 5 %, as other processors and Python versions have other numbers."""
+    """Compare two lines: `...` stands for any text, a number for any number, and a loss for a loss
+    within 5 %, since results differ between processors and Python versions."""
     pattern, end = "", 0
     for part in _PARTS.finditer(expected):
         pattern += re.escape(expected[end : part.start()])
@@ -74,7 +75,10 @@ def lines_match(printed: str, expected: str) -> bool:
 
 def run_example(page: Path, folder: Path, timeout_s: float = 400) -> None:
     """Run a page's example in `folder` and compare its output. Addresses of this host get free
-    ports, and /dev/shm is `folder` too. Processes in the background end with the example."""
+    ports, and /dev/shm is `folder` too. Processes in the background end with the example.
+
+    Commands are forked from a process that has imported torch. Those of a lab are not, because a
+    forked process has the namespaces of the process that it was forked from."""
     blocks = example_of(page)
     assert any(block.kind == "sh" for block in blocks), f"{page} has no example"
     ports: dict[str, int] = {}
@@ -94,15 +98,15 @@ def run_example(page: Path, folder: Path, timeout_s: float = 400) -> None:
             script.append(with_free_ports(block.text))
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "all.sh").write_text("\n".join(script))
-    printed = _output(folder, timeout_s).split("=== ")
+    path = Path(sys.executable).parent if name_of(page) in LAB else warm_folder()
+    printed = _output(folder, path, timeout_s).split("=== ")
     for number, block in enumerate(blocks):
         if block.kind == "text" and not block.title:
             before = max(n for n in range(number) if blocks[n].kind == "sh")
             _check_output(block.text, "".join(printed[before + 1 :]), name_of(page))
 
 
-def _output(folder: Path, timeout_s: float) -> str:
-    path = warm_folder()
+def _output(folder: Path, path: Path, timeout_s: float) -> str:
     env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "HOME": str(folder)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BIN": str(path)}
     with (folder / "output").open("wb") as output:

@@ -1,4 +1,5 @@
-"""A thread of this process on a host of the lab: what it makes (sockets, programs) stays there."""
+"""A thread of this process on a host of the lab; sockets and programs that it creates are on that
+host."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 class HostThread:
     def __init__(self, net: Path | None) -> None:
-        """net: the file of a network namespace; None: a new one, which ends with the thread."""
+        """net: File of a network namespace. None: A new namespace, which ends with the thread."""
         self._thread = ThreadPoolExecutor(1)
         self.do(_enter, net)
 

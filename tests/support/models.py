@@ -1,4 +1,4 @@
-"""Small models and loops that the tests of whole steps share."""
+"""Small models and loops for tests of whole steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ VOCAB = 50
 
 
 class Net(nn.Module):
-    """A small encoder. `tied`: the head is the embedding. `frozen`: LoRA style, only biases and
-    norms train."""
+    """A small encoder. tied: Use the embedding as the head. frozen: Train only biases and norms,
+    LoRA style."""
 
     def __init__(self, depth=3, width=64, tied=False, frozen=False, dropout=0.1):
         super().__init__()
@@ -27,7 +27,7 @@ class Net(nn.Module):
         )
         self.register_buffer("seen", torch.zeros(()))
         self.head = nn.Linear(width, VOCAB)
-        self.skipped = -1  # the layer that this worker leaves out: it has no gradient
+        self.skipped = -1  # layer that this worker skips, which then has no gradient
         if tied:
             self.head.weight = self.embed.weight
         if frozen:
@@ -44,9 +44,8 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the product. `dtype`: what parameters compute in. `scaler`: fp16-style loss
-    scaling with an inf.
-    `sgd`: by a power of two and nothing else, so that torch's own update has the same bits."""
+    """A combination of options. dtype: Compute dtype of parameters. scaler: fp16-style loss scaling
+    with an inf. sgd: Plain SGD with a power of two, so that torch's update has the same bits."""
 
     accumulate: int = 1
     clip: float | None = None
@@ -100,8 +99,8 @@ def new_scaler(case):
 
 
 def one_step(case, model, optimizer, scaler, number, seed=None, bad=True):
-    """Step `number` of the loop that every test runs; with a scaler, step 2 has an inf (if
-    `bad`) and is skipped."""
+    """Run step `number` of the common loop; with a scaler, step 2 has an inf (if `bad`) and is
+    skipped."""
     torch.manual_seed(1000 + number if seed is None else seed)
     total = 0.0
     for _ in range(case.accumulate):
@@ -124,7 +123,7 @@ def run(case, model, optimizer, scaler, first, last):
 
 
 def contents(model, placed):
-    """Every tensor of the training, by name."""
+    """Every tensor of the training by name."""
     out = {}
     for name, p in model.named_parameters():
         out[name] = placed.read(name)

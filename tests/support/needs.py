@@ -1,5 +1,5 @@
-"""Why a test does not run on this machine. The first line of a reason names what to install; tests with
-the same first line are counted together (not_run.py)."""
+"""Skip tests that cannot run on this machine. The first line of a reason names what to install;
+tests with the same first line are counted together (not_run.py)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def missing(*programs: str) -> list[str]:
 
 
 def needs(*programs: str, apt: str) -> pytest.MarkDecorator:
-    """Skip a test where a program is missing. `apt`: Debian's packages that contain the programs;
-    `.ci/run` installs them."""
+    """Skip a test if a program is missing. apt: Debian packages with the programs, which `.ci/run`
+    installs."""
     absent = ", ".join(missing(*programs))
     return pytest.mark.skipif(bool(absent), reason=f"no {absent}: apt install {apt}")
 
 
 def no_xdp(why: str) -> Never:
-    """Skip a test where this machine has no XDP; fail it where the program is refused."""
+    """Skip a test if this machine has no XDP; fail it if the program is refused."""
     for part, reason in NO_XDP.items():
         if part in why:
             pytest.skip(f"{reason}\n{why}")

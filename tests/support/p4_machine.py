@@ -1,8 +1,8 @@
-"""Runs what p4_reader.py has read, as v1model says: parser, ingress, copies of a multicast group, egress,
+"""Runs a program read by p4_reader.py on the v1model: parser, ingress, multicast copies, egress,
 checksums, deparser. Widths are checked as the language demands: an operation on numbers of different
-widths is a P4Error. What a program has not set is random, so that a test sees it.
+widths is a P4Error. Variables that a program has not set are random, so that a test notices.
 
-Left out: priorities, recirculation, clones, meters, all matches but exact ones.
+Not supported: priorities, recirculation, clones, meters, and matches other than exact ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STANDARD = {
 @dataclass(frozen=True)
 class Bits:
     value: int
-    width: int | None  # None: a number whose width what it is used with decides
+    width: int | None  # None: a literal, which takes the width of the other operand
 
     def __post_init__(self) -> None:
         assert self.width is None or 0 <= self.value < 1 << self.width
@@ -34,10 +34,10 @@ class Bits:
 
 @dataclass
 class Record:
-    """A struct or a header; what it has, in order."""
+    """A struct or a header, with its fields in order."""
 
     fields: dict[str, Any]
-    valid: bool | None = None  # of a header
+    valid: bool | None = None  # for headers only
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Counter:
 
 @dataclass
 class Instance:
-    """A control with what lives as long as the switch."""
+    """A control block and the state that lives as long as the switch."""
 
     control: Control
     held: dict[str, Any] = field(default_factory=dict)
@@ -60,14 +60,15 @@ class Instance:
 
 @dataclass
 class Entries:
-    """Of the control plane: table -> key -> (action, arguments); group -> (port, instance) of copies."""
+    """Entries of the control plane: table -> key -> (action, arguments); group -> (port, instance)
+    of copies."""
 
     tables: dict[str, dict[tuple[int, ...], tuple[str, list[int]]]] = field(default_factory=dict)
     groups: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class _Exhausted(Exception):
-    """The packet is shorter than what the parser extracts."""
+    """The packet is shorter than the headers that the parser extracts."""
 
 
 class Machine:
@@ -81,7 +82,7 @@ class Machine:
             name: self.instance(program.controls[of]) for name, of in zip(names, program.main)
         }
 
-    # types and what is stored
+    # types and stored values
 
     def width(self, type_: Any) -> int:
         if type_[0] == "bit":
@@ -91,7 +92,7 @@ class Machine:
         raise P4Error(f"{type_} has no width")
 
     def made(self, type_: Any) -> Any:
-        """A variable of this type, with anything in it."""
+        """Create a variable of this type with random contents."""
         fields = self.program.types.get(type_[1]) if type_[0] == "named" else None
         if isinstance(fields, list):
             valid = False if type_[1] in self.program.headers else None
@@ -125,7 +126,7 @@ class Machine:
     # packets
 
     def packet(self, data: bytes, port: int) -> list[tuple[int, bytes]]:
-        """What leaves: (port, packet)."""
+        """Process one packet. Returns (port, packet) of each packet that leaves."""
         headers, rest = self._parsed(data, port)
         standard = self.standard
         self.run("verify", headers, self.meta)
@@ -153,21 +154,21 @@ class Machine:
         try:
             while state not in ("accept", "reject"):
                 statements, then = parser.states[state]
-                for one in statements:
-                    self.do(one, scope, self.stages["parser"])
+                for statement in statements:
+                    self.do(statement, scope, self.stages["parser"])
                 state = then if isinstance(then, str) else self._selected(then, scope)
         except _Exhausted:
-            pass  # v1model goes on with what was extracted
+            pass  # v1model continues with the headers extracted so far
         return headers, (self.bits & ((1 << self.left) - 1)).to_bytes(self.left // 8)
 
     def _selected(self, select: Any, scope: dict[str, Any]) -> str:
-        keys = [self.value(one, scope) for one in select[0]]
+        keys = [self.value(expression, scope) for expression in select[0]]
         for values, target in select[1]:
             if values is None:
                 return str(target)
-            wanted = [self.value(one, scope) for one in values]
+            patterns = [self.value(expression, scope) for expression in values]
             if all(
-                self.fit(w, k.width).value == k.value for w, k in zip(wanted, keys, strict=True)
+                self.fit(w, k.width).value == k.value for w, k in zip(patterns, keys, strict=True)
             ):
                 return str(target)
         return "reject"
@@ -199,8 +200,8 @@ class Machine:
     def do(self, statement: Any, scope: dict[str, Any], instance: Instance) -> None:
         match statement:
             case ("block", statements):
-                for one in statements:
-                    self.do(one, scope, instance)
+                for inner in statements:
+                    self.do(inner, scope, instance)
             case ("if", condition, then, other):
                 if self.truth(condition, scope, instance):
                     self.do(then, scope, instance)
@@ -249,8 +250,8 @@ class Machine:
             case ("name", "NoAction"):
                 pass
             case ("name", action):
-                given = [self.value(one, scope, instance) for one in arguments]
-                self.action(action, given, scope, instance)
+                values = [self.value(argument, scope, instance) for argument in arguments]
+                self.action(action, values, scope, instance)
             case ("member", of, method):
                 return self._method(of, method, arguments, scope, instance)
             case _:
@@ -258,12 +259,12 @@ class Machine:
         return None
 
     def action(
-        self, name: str, given: list[Bits], scope: dict[str, Any], instance: Instance
+        self, name: str, values: list[Bits], scope: dict[str, Any], instance: Instance
     ) -> None:
         if name == "NoAction":
             return
         parameters, body = instance.control.actions[name]
-        inner = dict(zip((of for _, of in parameters), given, strict=True))
+        inner = dict(zip((of for _, of in parameters), values, strict=True))
         for type_, of in parameters:
             inner[of] = self.fitted(inner[of], type_)
         assert not inner.keys() & scope.keys(), "an action's parameter hides a variable"
@@ -277,7 +278,7 @@ class Machine:
         if of[0] == "name" and of[1] in control.tables and method == "apply":
             return self._apply_table(of[1], scope, instance)
         held = instance.held.get(of[1]) if of[0] == "name" else None
-        values = [self.value(one, scope, instance) for one in arguments]
+        values = [self.value(argument, scope, instance) for argument in arguments]
         match held if held is not None else self.value(of, scope, instance), method:
             case Register() as register, "read":
                 self.assign(arguments[0], register.cells[values[1].value], scope)
@@ -313,20 +314,20 @@ class Machine:
 
     def _apply_table(self, name: str, scope: dict[str, Any], instance: Instance) -> Record:
         table = instance.control.tables[name]
-        found = tuple(self.value(one, scope, instance).value for one in table.keys)
+        found = tuple(self.value(key, scope, instance).value for key in table.keys)
         entries = self.entries.tables.get(f"{instance.control.name}.{name}", {})
         if table.size is not None and len(entries) > self.value(table.size, {}).value:
             raise P4Error(f"{len(entries)} entries of table {name}")
         hit = found in entries
         if hit:
             action, plain = entries[found]
-            given = [Bits(one, None) for one in plain]
+            values = [Bits(number, None) for number in plain]
         else:
             action = table.default[0]
-            given = [self.value(one, scope, instance) for one in table.default[1]]
+            values = [self.value(expression, scope, instance) for expression in table.default[1]]
         if action not in table.actions:
             raise P4Error(f"table {name} has no action {action}")
-        self.action(action, given, scope, instance)
+        self.action(action, values, scope, instance)
         return Record({"hit": hit, "miss": not hit})
 
     def _extract(self, header: Record) -> None:
@@ -344,8 +345,8 @@ class Machine:
         assert how == ("member", ("name", "HashAlgorithm"), "csum16")
         if not self.truth(condition, scope, instance):
             return
-        given = Record({str(i): self.value(e, scope) for i, e in enumerate(parts[1])})
-        data = _packed(given)
+        record = Record({str(i): self.value(e, scope) for i, e in enumerate(parts[1])})
+        data = _packed(record)
         total = sum(int.from_bytes(data[i : i + 2]) for i in range(0, len(data), 2))
         while total >> 16:
             total = (total & 0xFFFF) + (total >> 16)
@@ -370,7 +371,7 @@ class Machine:
             case ("member", of, name):
                 return self._member(self.value(of, scope, instance), name)
             case ("slice", of, high, low):
-                top, bottom = (self.value(one, {}).value for one in (high, low))
+                top, bottom = (self.value(limit, {}).value for limit in (high, low))
                 whole = self.value(of, scope, instance)
                 assert whole.width > top >= bottom >= 0
                 width = top - bottom + 1
@@ -386,7 +387,7 @@ class Machine:
                     return op == "||"
                 return self.truth(right, scope, instance)
             case ("binary", op, left, right):
-                pair = (self.value(one, scope, instance) for one in (left, right))
+                pair = (self.value(operand, scope, instance) for operand in (left, right))
                 return _binary(op, *pair)
             case ("call", _, _):
                 assert instance
@@ -405,7 +406,8 @@ class Machine:
 
 
 class _Scope(dict[str, Any]):
-    """An action's parameters before the names around it, which it sets."""
+    """Looks names up in an action's parameters first, then in the enclosing scope, where
+    assignments go."""
 
     def __init__(self, outer: dict[str, Any], inner: dict[str, Any]) -> None:
         super().__init__(inner)
@@ -423,8 +425,8 @@ class _Scope(dict[str, Any]):
 
 def _copied(record: Record) -> Record:
     fields = {
-        name: _copied(one) if isinstance(one, Record) else one
-        for name, one in record.fields.items()
+        name: _copied(field) if isinstance(field, Record) else field
+        for name, field in record.fields.items()
     }
     return Record(fields, record.valid)
 

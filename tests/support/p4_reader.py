@@ -1,15 +1,17 @@
-"""Reads P4-16: the part of the language that plugins/switch_offload's switch.p4 uses, from its source.
+"""Reads P4-16: the part of the language that plugins/switch_offload's switch.p4 uses, from its
+source.
 
     text -> preprocessed (#define NAME VALUE, #ifndef; #include is left out: p4_machine.py has what
     core.p4 and v1model.p4 declare) -> tokens -> Program
 
-Anything else in the source is a P4Error with its line. Expressions are tuples, first what they are:
+Anything else in the source is a P4Error with its line. Expressions are tuples that start with their
+kind:
 
     ("int", value, width or None)  ("name", "x")  ("member", e, "field")  ("slice", e, high, low)
     ("unary", op, e)  ("binary", op, e, e)  ("cast", type, e)  ("call", e, [e, ...])
 
-So are statements:  ("assign", e, e)  ("call", e, [...])  ("if", e, block, block)  ("block", [...])
-("declare", type, name, e or None)
+Statements are tuples too: ("assign", e, e) ("call", e, [...]) ("if", e, block, block) ("block",
+[...]) ("declare", type, name, e or None)
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ TOKEN = re.compile(
     r"|(?P<sign>@|\+\+|<<|>>|==|!=|<=|>=|&&|\|\||[-+*/&|^~!<>=(){}\[\];:,.?])",
     re.DOTALL,
 )
-# From the weakest; those of one row bind alike. Unlike C's, `|`, `^` and `&` bind more than
-# comparisons (the language's specification, appendix on the grammar).
+# From the weakest; operators in a row bind equally. Unlike in C, `|`, `^` and `&` bind more tightly
+# than comparisons (appendix on the grammar in the language's specification).
 BINARY = (
     ("||",), ("&&",), ("==", "!="), ("<", ">", "<=", ">="), ("|",), ("^",), ("&",),
     ("<<", ">>"), ("++", "+", "-"), ("*", "/"),
 )  # fmt: skip
-IN_ANGLES = 8  # what may stand in `bit<...>`: neither comparisons nor shifts
+IN_ANGLES = 8  # precedence allowed in `bit<...>`: neither comparisons nor shifts
 
 
 class P4Error(Exception): ...
@@ -55,7 +57,7 @@ class Control:
     constants: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     actions: dict[str, tuple[list[tuple[Any, str]], Any]] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
-    states: dict[str, tuple[list[Any], Any]] = field(default_factory=dict)  # of a parser
+    states: dict[str, tuple[list[Any], Any]] = field(default_factory=dict)  # parsers only
     body: Any = None
 
 
@@ -160,7 +162,7 @@ class _Reader:
                 self.control(kind)
             elif kind == "V1Switch":
                 self.take("(")
-                self.out.main = [one[1][1] for one in self.several(self.expression, ")")]
+                self.out.main = [call[1][1] for call in self.several(self.expression, ")")]
                 self.take("main")
                 self.take(";")
             else:
@@ -194,7 +196,7 @@ class _Reader:
 
     def closing_angle(self) -> None:
         kind, word, line = self.tokens[self.at]
-        if word == ">>":  # of two types
+        if word == ">>":  # closes two types
             self.tokens[self.at : self.at + 1] = [(kind, ">", line), (kind, ">", line)]
         self.take(">")
 
@@ -319,7 +321,7 @@ class _Reader:
 
     def statement(self) -> Any:
         if self.takes("@"):
-            self.take("atomic")  # one packet runs at a time here anyway
+            self.take("atomic")  # packets run one at a time here anyway
             return self.block()
         if self.word == "{":
             return self.block()
@@ -373,7 +375,8 @@ class _Reader:
         return inside
 
     def cast(self) -> Any:
-        """`(bit<N>)e` or `(T)e` after its bracket, where T is a type's name; else nothing."""
+        """Read a cast `(bit<N>)e` or `(T)e`, where T names a type, after its bracket; None if it is
+        no cast."""
         if self.word != "bit" and self.word not in self.out.types:
             return None
         type_ = self.type()

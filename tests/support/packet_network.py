@@ -1,5 +1,5 @@
 """A fan-in on virtual time: workers, a switch and the server's node, connected by links with a rate, a
-delay, a queue and a loss. The senders, receivers, heartbeats and the switch are those that run.
+delay, a queue and a loss. Senders, receivers, heartbeats and the switch are the real classes.
 
     worker w --link--> switch --link--> node     numbers up, summed
     worker w <--link-- switch <--link-- node     numbers down, copied
@@ -24,7 +24,7 @@ from roadtrain.switch.switch_job import BEAT_S, IDLE_S
 
 FRAME = PACKET_NBYTES + 42  # bytes of a packet on a link
 BEAT_NBYTES = 150
-POLL_S = 0.008  # hosts handle packets that came within this time together
+POLL_S = 0.008  # hosts handle packets that arrive within this time together
 QUEUE_NBYTES = 1 << 19
 
 
@@ -56,7 +56,9 @@ class Wire:
     queue: float = QUEUE_NBYTES
     loss: float = 0.0
     repeated: float = 0.0
-    late_s: float = 0.0  # a tenth of the packets is up to this much later, so that they overtake
+    late_s: float = (
+        0.0  # a tenth of the packets is delayed by up to this, so that others overtake them
+    )
     cut: Callable[[float], bool] | None = None
     nbytes: int = 0  # bytes that have arrived, without heartbeats
     free_s: float = 0.0  # when all earlier packets have left
@@ -85,7 +87,7 @@ class Wire:
 
 
 class Host:
-    """A worker or the node: one stream that it sends, one that it receives."""
+    """A worker or the node, which sends a stream and receives another."""
 
     def __init__(self, net: Network) -> None:
         self.net, self.clock = net, net.clock
@@ -93,8 +95,8 @@ class Host:
         self.receiver = NumberedReceiver(net.window)
         self.beats = BeatClock(net.window)
         self.out: Wire
-        self.came: list[int] = []
-        self.heard: list[Heartbeat] = []
+        self.arrived: list[int] = []
+        self.beats_arrived: list[Heartbeat] = []
         self.got: dict[int, Any] = {}
         self.arrived_s = 0.0  # when the last new packet was handled
         self.blocked = False  # whether `pump` is called when the send buffer has room
@@ -107,17 +109,17 @@ class Host:
         self.clock.after(POLL_S, self.poll)
         if self.paused(self.clock.now):
             return
-        for number, data in self.came:
+        for number, data in self.arrived:
             if self.receiver.accept(number):
                 assert number not in self.got
                 self.got[number], self.arrived_s = data, self.clock.now
-        self.beats.received(len(self.came))
-        self.came = []
+        self.beats.received(len(self.arrived))
+        self.arrived = []
         if self.beats.due(self.clock.now + 1.0):
             self.beat(self.receiver.heartbeat())
-        for beat in self.heard:
+        for beat in self.beats_arrived:
             self.sender.heartbeat(beat, self.clock.now)
-        self.heard = []
+        self.beats_arrived = []
         if not self.blocked:
             self.pump()
 
@@ -127,7 +129,7 @@ class Host:
             self.pump()
 
     def pump(self) -> None:
-        """Send what may be sent, as long as the send buffer has room."""
+        """Send numbers in the window as long as the send buffer has room."""
         self.blocked = False
         if self.paused(self.clock.now):
             return
@@ -183,16 +185,16 @@ class Network:
     def _sum(self, worker: int, number: int) -> None:
         out = self.table.packet(Packet(number, data_of(worker, number), operator.add, worker))
         if out is not None:
-            self.to_node.send(FRAME, lambda: self.node.came.append((out.number, out.data)))
+            self.to_node.send(FRAME, lambda: self.node.arrived.append((out.number, out.data)))
 
     def _copy(self, number: int) -> None:
         for worker, wire in zip(self.workers, self.down):
-            wire.send(FRAME, lambda w=worker: w.came.append((number, number)))
+            wire.send(FRAME, lambda w=worker: w.arrived.append((number, number)))
 
     def _beat_down(self, beat: Heartbeat) -> None:
         self.table.parent_beat(beat)
         for worker, wire in zip(self.workers, self.down):
-            wire.send(BEAT_NBYTES, lambda w=worker: w.heard.append(beat), False)
+            wire.send(BEAT_NBYTES, lambda w=worker: w.beats_arrived.append(beat), False)
 
     def _beat_up(self, worker: int, beat: Heartbeat) -> None:
         self._merged = self.table.child_beat(worker, beat) or self._merged
@@ -202,7 +204,7 @@ class Network:
         beat, idle = self._merged, self.clock.now - self._sent_s >= IDLE_S
         if beat != self._sent or (idle and beat != NOTHING):
             self._sent, self._sent_s = beat, self.clock.now
-            self.to_node.send(BEAT_NBYTES, lambda: self.node.heard.append(beat), False)
+            self.to_node.send(BEAT_NBYTES, lambda: self.node.beats_arrived.append(beat), False)
 
     def run(self, up: int, down: int, most_s: float = 600.0) -> float:
         """Send numbers in both directions until all are acknowledged, after a few that only measure

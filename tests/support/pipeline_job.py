@@ -1,5 +1,5 @@
-"""A pipeline in processes of their own that may be killed at scripted points, stopped, and started
-again with other parallelism.
+"""A pipeline in separate processes that can be killed at scripted points, stopped, and restarted
+with other parallelism.
 
     python tests/support/pipeline_job.py HOME RANK ADDRESS PORT STEPS    # one rank of two stages
 """
@@ -34,7 +34,7 @@ DEADLINE_S = 8.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Rank `rank` kills itself at the `at`-th "run" (of a forward or a backward) or "fsync"."""
+    """Rank `rank` kills itself at the `at`-th "run" (a forward or a backward) or "fsync"."""
 
     rank: int
     kind: str
@@ -43,7 +43,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """`separate`: every rank has a run directory of its own, as hosts without a shared one."""
+    """separate: Give every rank its own run directory, as on hosts that share none."""
 
     home: Path
     parallelism: Parallelism
@@ -51,15 +51,15 @@ class PipelineSpec:
     separate: bool = False
     fault: Fault | None = None
     options: dict = field(default_factory=dict)
-    on_files: tuple[int, ...] = ()  # stages whose state rests in files under `home`
+    on_files: tuple[int, ...] = ()  # stages with their state in files under `home`
     on_servers: dict = field(default_factory=dict)  # stage -> addresses
     deadline_s: float = DEADLINE_S
     grace_s: float = control_links.GRACE_S
     replicas: int = 1
-    sums: dict = field(default_factory=dict)  # ParallelOptions that are about reducers
-    pace_s: float = 0.0  # a step takes at least so long
-    until: tuple[int, Path] | None = None  # steps from that one on wait until there is this file
-    again: bool = False  # each rank's agent has started it before, as often as its rank
+    sums: dict = field(default_factory=dict)  # ParallelOptions for reducers
+    pace_s: float = 0.0  # minimum seconds of a step
+    until: tuple[int, Path] | None = None  # steps from this one on wait until the file exists
+    again: bool = False  # as if each rank's agent had restarted it `rank` times
 
     @property
     def ranks(self):
@@ -77,7 +77,7 @@ def loss_of(result, batch):
     return functional.cross_entropy(result.flatten(0, 1), batch.target.flatten())
 
 
-def made(dropout=0.1, width=32):
+def build_model(dropout=0.1, width=32):
     torch.manual_seed(5)
     model = Net(depth=4, width=width, dropout=dropout)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -88,7 +88,7 @@ def _strike():
 
 
 def arm(fault):
-    """This process kills itself there."""
+    """Make this process kill itself at the fault's point."""
     if fault.kind == "run":
         counted, run = iter(range(1, 1 << 30)), Pipeline._run  # noqa: SLF001
 
@@ -110,12 +110,12 @@ def arm(fault):
 
 
 def train(spec, rank):
-    """Trains to the end, each step's loss in a line of a file of the rank."""
+    """Train to the end, writing the loss of each step to the rank's file."""
     home = spec.home / f"rank-{rank}" if spec.separate else spec.home
     home.mkdir(exist_ok=True, parents=True)
-    control_links.GRACE_S = spec.grace_s  # of this process alone
+    control_links.GRACE_S = spec.grace_s  # in this process only
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank if spec.again else 0)
-    model, optimizer = made(**spec.options)
+    model, optimizer = build_model(**spec.options)
     stores = {stage: Files(spec.home / f"stage-{stage}") for stage in spec.on_files}
     stores |= {stage: Servers(where) for stage, where in spec.on_servers.items()}
     options = ParallelOptions(
@@ -158,17 +158,17 @@ def child(spec, rank, port, address="127.0.0.1"):
         "LOCAL_WORLD_SIZE": str(spec.ranks),
     }
     torch.set_num_threads(1)
-    said = "ended"
+    result = "ended"
     try:
         train(spec, rank)
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
-    (spec.home / f"said-{rank}").write_text(said)
+        result = f"{type(error).__name__}: {error}"
+    (spec.home / f"said-{rank}").write_text(result)
     os._exit(0)
 
 
 class PipelineProcesses:
-    """The processes of one start."""
+    """The processes of a start."""
 
     def __init__(self, spec):
         self.spec, port = spec, free_port()
@@ -182,7 +182,7 @@ class PipelineProcesses:
             process.start()
 
     def join(self, wait_s=100, but=()):
-        """What each rank said at its end, "" where it was killed."""
+        """Wait for the ranks. Returns the final message of each, "" for a killed rank."""
         until = time.monotonic() + wait_s
         for rank, process in enumerate(self.processes):
             if rank not in but:
@@ -192,7 +192,7 @@ class PipelineProcesses:
         return [path.read_text() if path.exists() else "" for path in paths]
 
     def stop(self, rank):
-        """As a host whose network is gone: it is there, and says nothing."""
+        """Stop a rank without ending it, like a host that lost its network."""
         os.kill(self.processes[rank].pid, signal.SIGSTOP)
 
     def end(self):
@@ -213,7 +213,7 @@ def start(spec, **options):
 
 
 def losses(home, rank=0):
-    """By step, of the last time that it was taken."""
+    """Loss by step, from the last time that the step was run."""
     found = {}
     path = home / f"lines-{rank}"
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -224,7 +224,7 @@ def losses(home, rank=0):
 
 
 def resumed(home, rank=0):
-    """The steps that the starts went on from."""
+    """Steps from which the starts resumed."""
     lines = (home / f"lines-{rank}").read_text().splitlines()
     return [int(line.split()[1]) for line in lines if line.startswith("resumed ")]
 

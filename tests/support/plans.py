@@ -74,10 +74,10 @@ def lump(params: float, flops: float = 0.0, blocks: int = 8) -> ModelShape:
 
 
 def run(name: str, where: Cluster, model: ModelShape, **plan: Any) -> Result:
-    given = Plan(
+    simulated_plan = Plan(
         placement(name), Parallelism(dp=sum(h.count * h.devices for h in where.workers))
     ).changed(**plan)
-    return simulate(given, where, model, WHOLE, checked=False)
+    return simulate(simulated_plan, where, model, WHOLE, checked=False)
 
 
 def traffic(result: Result, what: str) -> float:
@@ -85,8 +85,8 @@ def traffic(result: Result, what: str) -> float:
 
 
 def racks(*workers: int, link: float = 1e9, node: str = "root", **switch: Any) -> Cluster:
-    """So many workers in each rack, an optimizer node at the root; `switch`: keys of all switches.
-    One rack: its switch is the root."""
+    """A cluster with the given number of workers per rack and an optimizer node at the root. With
+    one rack its switch is the root. switch: Keys of all switches."""
     names = ["root"] if len(workers) == 1 else [f"rack{i}" for i in range(len(workers))]
 
     def host(name: str, count: int, at: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Ports for what binds them later: each is given once, and tests that run at the same time draw from
-others."""
+"""Ports to be bound later: each is given out once, and tests that run at the same time draw from
+separate blocks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DIRECTORY = Path(tempfile.gettempdir(), f"roadtrain-test-ports-{os.getuid()}")
-# below those that the system gives to links, or one of them may have it by then
+# below the range that the system assigns to connections, which could take a port meanwhile
 FIRST, LAST, BLOCK = 15000, 30000, 100
 
 
 def free_port() -> int:
-    """For torch's store, and for hosts that come back to theirs."""
+    """A port for torch's store or for hosts that return to theirs."""
     for port in _OURS:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("other tests on this machine hold all ports, or these have used all")
+    raise AssertionError(
+        "other tests on this machine hold all ports, or this process has used them all"
+    )
 
 
 def _our_ports() -> Iterator[int]:
-    """Those of blocks of which this process has the lock, a file for each block. The descriptors
-    stay open to its end, and no program that it starts gets them."""
+    """Ports from blocks that this process has locked through a file each. The descriptors stay open
+    until the process ends and are not inherited by programs that it starts."""
     DIRECTORY.mkdir(exist_ok=True)
     starts = range(FIRST, LAST, BLOCK)
     for start in random.Random().sample(starts, len(starts)):

@@ -1,7 +1,8 @@
-"""A disk that keeps only what was synced: what a power cut leaves, in the worst case.
+"""A disk that keeps only synced data, the worst case after a power cut.
 
-Inside `Disk(...)` every fsync and fdatasync of a file under `root` keeps its content, every fsync
-of a directory the names in it. `cut(to)` writes what was kept into the empty directory `to`.
+Inside `Disk(...)` every fsync and fdatasync of a file under `root` keeps its content, and every
+fsync of a directory keeps the names in it. `cut(to)` writes the kept data into the empty directory
+`to`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ class Disk:
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.root = root
         self.content: dict[int, bytes] = {}  # by inode
-        self.names: dict[int, dict[str, int]] = {}  # of a directory, by inode
+        self.names: dict[int, dict[str, int]] = {}  # directory inode -> name -> inode
         self.kinds: dict[int, bool] = {}  # inode -> whether it is a directory
-        # what is synced under such a path fails, and what was written of it is lost
+        # syncs under these paths fail, and the written data is lost
         self.fail: str = ""
         self.synced: Callable[[], None] = lambda: None  # called after each sync
-        self._open: list[int] = []  # keeps inodes from being used again
+        self._open: list[int] = []  # keeps inodes from being reused
         self._root = os.stat(root).st_ino
         self._real = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
         for name in self._real:

@@ -1,5 +1,5 @@
-"""Imported by the process from which tests fork others: the modules and kernels that they need, and
-the checks of options. Each of its children would take most of a second for that.
+"""Imported by the process from which tests fork others: loads the modules, kernels and option
+checks that they need, which would take each child most of a second.
 
 Starts no threads and runs no backward pass: neither survives a fork.
 """
@@ -54,4 +54,4 @@ torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 for options in (place, Files, Servers):
     check_options(options, {})
 gc.collect()
-gc.freeze()  # forked processes neither look through what they share, nor copy it for that
+gc.freeze()  # forked processes then neither scan nor copy shared objects in garbage collection

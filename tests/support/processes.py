@@ -1,5 +1,5 @@
-"""Processes that the tests of several workers share: hosts (`roadtrain serve`) and workers,
-forked from one server."""
+"""Processes for tests of several workers: hosts (`roadtrain serve`) and workers, forked from a
+server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals", "fan_in"
 
 
 def open_files(pid="self"):
-    """What each descriptor of that process stands for, by its number."""
+    """Target of each file descriptor of a process, by number."""
     found = {}
     for number in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -76,8 +76,8 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
 
 
 def break_writes(directory, kind, amount):
-    """In this process writes to `directory` are "slow", by `amount` seconds, or find its disk
-    "full" after `amount`."""
+    """Make this process's writes to `directory` "slow" by `amount` seconds, or its disk "full"
+    after `amount` writes."""
     write, count = DirectFile.write, iter(range(1 << 30))
 
     def broken(self, *args):
@@ -93,8 +93,8 @@ def break_writes(directory, kind, amount):
 
 
 def flip_update(number, byte):
-    """In this process one bit of `byte` of what update `number` makes is another one, before it
-    is written."""
+    """Make this process flip a bit in `byte` of the result of update `number` before it is
+    written."""
     apply_rule, count = server.apply_rule, iter(range(1 << 30))
 
     def broken(rule, record, *args):
@@ -106,7 +106,7 @@ def flip_update(number, byte):
 
 
 def lose_datagrams(fraction):
-    """In this process that many of the datagrams that are sent get lost."""
+    """Make this process lose a fraction of the datagrams that it sends."""
     made = DatagramSocket.__init__
 
     def lossy(self, *args, **options):
@@ -117,7 +117,7 @@ def lose_datagrams(fraction):
 
 
 def forget_groups():
-    """In this process the network carries the trial of multicast, and then nothing more."""
+    """Make multicast fail in this process after its trial has succeeded."""
     timed_sender.STUCK = 3
     send = DatagramSocket.send
 
@@ -130,7 +130,7 @@ def forget_groups():
 
 
 def tell_spills(lines):
-    """No fault: this process writes a line for each gradient that it spills."""
+    """Write a line for each gradient that this process spills (no fault)."""
     write = FileTier.spill_write
 
     def noted(self, chunk, *rest):
@@ -150,8 +150,8 @@ def switch_child(address, token, log, loss, ready):
 
 
 class SwitchProcess:
-    """`roadtrain serve --switch` in a process of its own. `where`: HOST:PORT; `loss`: of its
-    datagrams."""
+    """`roadtrain serve --switch` in its own process. where: HOST:PORT. loss: Fraction of its
+    datagrams that get lost."""
 
     def __init__(self, log, port=0, token=None, loss=0.0):
         self.log, (here, there) = Path(log), FORK.Pipe()
@@ -170,7 +170,7 @@ class SwitchProcess:
 
 
 class HostProcess:
-    """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
+    """`roadtrain serve` in its own process. where: HOST:PORT."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class HostProcess:
 
 
 def worker_child(case, servers, log, steps, rank, workers, options, change):
-    """Trains up to `steps` and writes every step's loss down; what ended it otherwise comes
+    """Train up to `steps` and log the loss of every step; an error that ends the training is logged
     last."""
     torch.set_num_threads(1)
     remote_servers.GRACE_S = 1.5
@@ -230,17 +230,17 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         options.pop("norms", True),
     )
     tls = options.pop("tls", None)
-    until = options.pop("until", None)  # as PipelineSpec's: steps from until[0] on wait for a file
+    until = options.pop("until", None)  # as in PipelineSpec: steps from until[0] on wait for a file
     lose_datagrams(options.pop("loss", 0.0))
 
-    def said(line):
+    def report(line):
         with open(f"{log}.said", "a") as file:
             file.write(line + "\n")
 
     try:
         if "run" in options:
             new_store = options.pop("new_store", False)
-            options["mark"] = Mark(Path(options.pop("run")), new_store=new_store, report=said)
+            options["mark"] = Mark(Path(options.pop("run")), new_store=new_store, report=report)
         link = TcpOptions(token=token, retry_s=retry_s, tls=tls)
         model, optimizer = build(case)
         if change == "model":
@@ -259,7 +259,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
             extra={"scaler": scaler} if case.scaler else {},
             backwards_per_step=case.accumulate if case.eager else None,
             delay=delay_of(case),
-            report=said,
+            report=report,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )
         with placed:
@@ -281,7 +281,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                 norm = placed.grad_norm() if norms else 0.0  # waits for the other workers
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
                 if change == "stand still" and placed.steps_done == 3:
-                    time.sleep(0.3)  # its gradients leave
+                    time.sleep(0.3)  # its gradients are sent meanwhile
                     os.kill(os.getpid(), signal.SIGSTOP)
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
@@ -295,7 +295,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
 
 
 class Workers:
-    """`workers` of them; `logs[r]` is what rank r wrote."""
+    """Worker processes; `logs[r]` is the log file of rank r."""
 
     def __init__(
         self, case, servers, tmp_path, steps, workers, *, changes=None, session="1", **options
@@ -332,9 +332,9 @@ class Workers:
         return [p.exitcode for p in self.processes]
 
     def notes(self):
-        """What worker 0 said."""
-        said = Path(f"{self.logs[0]}.said")
-        return said.read_text().splitlines() if said.exists() else []
+        """Lines that worker 0 reported."""
+        path = Path(f"{self.logs[0]}.said")
+        return path.read_text().splitlines() if path.exists() else []
 
     def errors(self):
         return [
@@ -350,7 +350,7 @@ class Workers:
 
 
 def losses(log):
-    """step -> what was written of it: a set, of one element unless a repetition differed."""
+    """Losses logged for each step, as a set with one element unless a repetition differed."""
     seen = {}
     for line in log.read_text().splitlines() if log.exists() else ():
         first, _, rest = line.partition(" ")

@@ -1,5 +1,5 @@
-"""Ranks of one torch world that stay for a module's tests: each runs functions and says what they
-returned. Transformers is imported once a rank, not once a test."""
+"""Ranks of a torch world that live for the tests of a module: each runs functions and returns their
+results. Transformers is thus imported once per rank, not once per test."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.support.processes import FORK, free_port
 WAIT_S = 60
 
 
-def child(rank, size, port, asked):
+def child(rank, size, port, pipe):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S - 10)
     )
-    while (work := pickle.loads(asked.recv_bytes())) is not None:
+    while (work := pickle.loads(pipe.recv_bytes())) is not None:
         function, args = work
         try:
             answer = function(rank, *args)
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        asked.send_bytes(pickle.dumps(answer))
-    os._exit(0)  # gloo's groups may hang while they end
+        pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)  # gloo's groups may hang on exit
 
 
 class Ranks:
-    """`ranks.run(function, *args)`: what `function(rank, *args)` returned on each, or its error
-    as words."""
+    """Ranks in separate processes. `ranks.run(function, *args)` calls `function(rank, *args)` on
+    each and returns the results or error texts."""
 
     def __init__(self, size):
         port = free_port()
@@ -54,7 +54,7 @@ class Ranks:
         return [self._answer(rank, end) for rank, end in enumerate(self.ends)]
 
     def _answer(self, rank, end):
-        assert end.poll(WAIT_S), f"rank {rank} said nothing for {WAIT_S} s"
+        assert end.poll(WAIT_S), f"rank {rank} did not answer for {WAIT_S} s"
         return pickle.loads(end.recv_bytes())
 
     def close(self):

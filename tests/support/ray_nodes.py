@@ -1,10 +1,10 @@
-"""A Ray cluster of nodes in this machine, a process of its own: `python ray_nodes.py`. It says its
-address, then does what lines on its standard input say, and says "done" after each:
+"""A Ray cluster of nodes on this machine, run as `python ray_nodes.py`. The process prints its
+address, then carries out the commands on its standard input and prints "done" after each:
 
-    add NAME      a node with the label roadtrain-host=NAME, also again
-    kill NAME     all processes of a node, with SIGKILL
+    add NAME      add a node with the label roadtrain-host=NAME, possibly again
+    kill NAME     kill all processes of a node with SIGKILL
 
-When its input ends, so does the cluster.
+The cluster ends with its input.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 
 from ray.cluster_utils import Cluster
 
-SMALL = 80 << 20  # bytes of the object store: nothing goes through it
-FOUND_DEAD = {  # nodes are found dead within 2 s, not 15
+SMALL = 80 << 20  # bytes of the object store, which is unused
+FOUND_DEAD = {  # dead nodes are detected within 2 s instead of 15
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
@@ -34,7 +34,7 @@ def options(name: str) -> dict[str, object]:
 
 
 def main() -> None:
-    said = os.fdopen(os.dup(1), "w", buffering=1)
+    output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     logging.disable(logging.WARNING)
     cluster = Cluster(
@@ -46,7 +46,7 @@ def main() -> None:
         },
     )
     nodes = {}
-    said.write(f"{cluster.address}\n")
+    output.write(f"{cluster.address}\n")
     try:
         for line in sys.stdin:
             verb, name = line.split()
@@ -54,7 +54,7 @@ def main() -> None:
                 nodes[name] = cluster.add_node(**options(name))
             else:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
-            said.write("done\n")
+            output.write("done\n")
     finally:
         cluster.shutdown()
 

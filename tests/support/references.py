@@ -1,4 +1,4 @@
-"""What the sums and the top-k of the kernels must equal, bit for bit: the same, plainly."""
+"""Plain references that the sums and the top-k kernels must equal bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One rank of test_sharded_overlap.py: trains two copies of a model by turns, with and without
-overlap, and writes down what each step took and sent.
+"""A rank of test_sharded_overlap.py: trains two copies of a model in turn, with and without
+overlap, and records the time and the sent bytes of each step.
 
 python sharded_rank.py STORE RANK WIDTH NIC DEPTH STEPS
 """
@@ -17,10 +17,10 @@ from torch import nn
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 
 WIDTH, TOKENS = 512, 384
-WARM = 2  # steps: the first one shows the order
+WARM = 2  # warm-up steps; the first records the order
 
 
-def built(depth):
+def build_model(depth):
     torch.manual_seed(0)
     blocks = (
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -29,7 +29,7 @@ def built(depth):
     return nn.Sequential(*blocks)
 
 
-def sent(nic):
+def sent_bytes(nic):
     with open(f"/sys/class/net/{nic}/statistics/tx_bytes") as file:
         return int(file.read())
 
@@ -53,7 +53,7 @@ def main(store, rank, width, nic, depth, steps):
     found = {}
     made = {}
     for overlap in (True, False):
-        model = built(depth)
+        model = build_model(depth)
         options = ShardedOptions(bucket_bytes=4 << 20, overlap=overlap)
         user = torch.optim.AdamW(model.parameters(), lr=1e-4)
         made[overlap] = model, ShardedOptimizer(model, user, dist.new_group(), options=options)
@@ -64,7 +64,7 @@ def main(store, rank, width, nic, depth, steps):
             out = found[str(overlap)]
             first = optimizer.steps_done
             dist.barrier()
-            before = sent(nic)
+            before = sent_bytes(nic)
             for step in range(first, first + steps + WARM):
                 if step == first + WARM:
                     optimizer.wait_parameters()
@@ -74,7 +74,7 @@ def main(store, rank, width, nic, depth, steps):
             optimizer.wait_parameters()
             dist.barrier()
             out["seconds"].append((time.perf_counter() - began) / steps)
-            out["sent"] += sent(nic) - before
+            out["sent"] += sent_bytes(nic) - before
             out["steps"] += steps + WARM
     numel = sum(p.numel() for p in model.parameters())
     for out in found.values():

@@ -1,4 +1,4 @@
-"""What the tests of moving state share: random tensors as a source of pieces, and ranks that talk."""
+"""Helpers for tests that move state: random tensors as a source of pieces, and linked ranks."""
 
 import itertools
 import os
@@ -16,13 +16,13 @@ SIZES = {"first.weight": 4000, "first.bias": 1, "second.weight": 12345}
 
 
 def whole(name, key, version=0):
-    """All elements of one array of a parameter, the same wherever they are made."""
+    """All elements of an array of a parameter, equal in every process."""
     seed = torch.Generator().manual_seed(len(name) * 100 + len(key) + 7919 * version)
     return torch.randn(SIZES[name], generator=seed)
 
 
 class RandomSource:
-    """A part of the tensors that `whole` makes. `broken`: a parameter that cannot be read."""
+    """Part of the tensors made by `whole`. broken: Name of a parameter that cannot be read."""
 
     def __init__(self, extents, version=0, broken=""):
         self._extents, self._version, self._broken = extents, version, broken
@@ -40,7 +40,7 @@ class RandomSource:
 
 
 def spread(seed, ranks):
-    """Every element with one rank."""
+    """Spread every element over the ranks, each element on one rank."""
     choose, out = random.Random(seed), [[] for _ in range(ranks)]
     for name, size in SIZES.items():
         cuts = sorted({0, size, *(choose.randrange(size + 1) for _ in range(5))})
@@ -49,9 +49,10 @@ def spread(seed, ranks):
     return out
 
 
-def same_as_whole(pieces, wanted, version=0):
-    """How many elements the pieces have; raises where one differs or the wanted are not covered."""
-    elements = {(e.name, i) for e in wanted for i in (e.start, e.stop - 1) if e.numel}
+def same_as_whole(pieces, expected, version=0):
+    """Assert that pieces equal `whole` and cover the expected extents. Returns the number of
+    elements."""
+    elements = {(e.name, i) for e in expected for i in (e.start, e.stop - 1) if e.numel}
     seen = set()
     total = 0
     for piece in pieces:
@@ -65,12 +66,12 @@ def same_as_whole(pieces, wanted, version=0):
             (piece.extent.name, piece.extent.stop - 1),
         }
     assert elements <= seen
-    assert total == sum(e.numel for e in wanted)
+    assert total == sum(e.numel for e in expected)
     return total
 
 
 def linked(rank, deadline_s=20.0):
-    """This rank's control links. Ranks lie on two clusters of one host a rank."""
+    """Control links of this rank, with two clusters and a host per rank."""
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     places = [RankPlace("ab"[r * 2 // ranks], f"host{r}", f"stage {r}") for r in range(ranks)]
@@ -78,5 +79,5 @@ def linked(rank, deadline_s=20.0):
 
 
 def control_links(places, deadline_s):
-    """Of all ranks of the default group."""
+    """Control links between all ranks of the default group."""
     return ControlLinks(dist.group.WORLD, dist.new_group(), places, deadline_s)

@@ -1,4 +1,4 @@
-"""What the tests of stages' sizes share: the work of a step in its plainest form."""
+"""The work of a step in its simplest form, for tests of stage sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, Step
 def still_work(
     stages: tuple[StageSpeed, ...], blocks: int, num_microbatches: int, virtual_stages: int = 1
 ) -> StepWork:
-    """Blocks alike, one replica a stage, and messages that take no time."""
+    """Equal blocks, one replica per stage, and messages that take no time."""
     count = len(stages)
     boundaries = count if virtual_stages > 1 and count > 1 else count - 1
     return StepWork(

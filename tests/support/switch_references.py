@@ -1,5 +1,5 @@
-"""What the tags and the integers of the fan-in's packets must equal, bit for bit: the same, plainly.
-(Beside references.py, which the tests of the core import: those know no switch.)"""
+"""Plain references that the tags and integers of the fan-in's packets must equal bit for bit.
+(Separate from references.py because tests of the core, which import that, know no switch.)"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roadtrain.switch.packets import BLOCK, HEADER, PacketKey
 
 
 def reference_siphash(key: bytes, message: bytes) -> int:
-    """SipHash-2-4. key: 16 bytes."""
+    """SipHash-2-4 of a message with a key of 16 bytes."""
     mask = (1 << 64) - 1
     k = [int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")]
-    said = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
-    v = [k[i % 2] ^ said[i] for i in range(4)]
+    constants = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
+    v = [k[i % 2] ^ constants[i] for i in range(4)]
 
     def mix(x: int, y: int, by: int) -> None:
         v[x] = (v[x] + v[y]) & mask
@@ -57,16 +57,16 @@ def reference_tag(packet: bytes, key: PacketKey) -> int:
         mine = key.words[shift : shift + len(pairs)].view(np.uint32).reshape(-1, 2)
         sums = (pairs + mine).astype(np.uint64)
         hashes.append(int((sums[:, 0] * sums[:, 1]).sum(dtype=np.uint64)))
-    said = b"".join(part.to_bytes(8, "little") for part in (*hashes, len(packet)))
-    return reference_siphash(np.array(key.sip, "<u8").tobytes(), said)
+    message = b"".join(part.to_bytes(8, "little") for part in (*hashes, len(packet)))
+    return reference_siphash(np.array(key.sip, "<u8").tobytes(), message)
 
 
 def reference_exponents(values: np.ndarray, dtype: str) -> np.ndarray:
-    """uint8 [blocks_of(N)]."""
+    """Exponents of all blocks, uint8 [blocks_of(N)]."""
     wide = reference_widen(values, dtype).astype(np.float64)
     padded = np.zeros(blocks_of(wide.size) * BLOCK)
     padded[: wide.size] = np.abs(wide)
-    most = padded.reshape(-1, BLOCK).max(axis=1)  # NaN where one is among them
+    most = padded.reshape(-1, BLOCK).max(axis=1)  # NaN if any element is NaN
     e = np.frexp(np.where(np.isfinite(most), most, 1.0))[1]
     found = np.where(most == 0, ZERO, np.clip(e + BIAS, 1, 254))
     return np.where(np.isfinite(most), found, NOT_FINITE).astype(np.uint8)
@@ -79,7 +79,7 @@ def _magnitude_bits(workers: int, width: int) -> int:
 def reference_quantize(
     values: np.ndarray, dtype: str, maxima: np.ndarray, workers: int, width: int
 ) -> np.ndarray:
-    """int32 [N]."""
+    """Quantized values, int32 [N]."""
     bits = _magnitude_bits(workers, width)
     wide = reference_widen(values, dtype).astype(np.float64)
     e = np.repeat(maxima.astype(np.int64), BLOCK)[: wide.size]
@@ -92,7 +92,7 @@ def reference_quantize(
 def reference_dequantize(
     total: np.ndarray, maxima: np.ndarray, workers: int, width: int
 ) -> np.ndarray:
-    """Integers [N] -> float32 [N]."""
+    """Values of summed integers [N] as float32 [N]."""
     bits = _magnitude_bits(workers, width)
     e = np.repeat(maxima.astype(np.int64), BLOCK)[: total.size]
     wide = np.ldexp(total.astype(np.float64), e - BIAS - bits)

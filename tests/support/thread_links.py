@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: links that talk through queues, so that a fault can be put at
+"""Ranks as threads of this process, with links over queues, so that a test can inject a fault at
 any operation of any rank."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DECODERS = [msgspec.json.Decoder(kind) for kind in (SeenSnapshot, PartTable)]
 
 
 class ThreadLinks(ControlLinks):
-    patience_s = 20.0  # of a wait, after which the test has failed
+    patience_s = 20.0  # longest wait, after which the test fails
 
     def __init__(self, rank: int, places: Sequence[RankPlace], shared: dict[Any, Any]) -> None:
         self.rank, self.size, self.places = rank, len(places), tuple(places)
@@ -38,28 +38,28 @@ class ThreadLinks(ControlLinks):
             self._queue(("gather", peer, self.rank)).get(timeout=self.patience_s)
             for peer in range(self.size)
         ]
-        assert {said for said, _ in out} == {what}, "all ranks are at the same operation"
+        assert {label for label, _ in out} == {what}, "ranks are at different operations"
         return [message for _, message in out]
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         self._queue(("tensor", self.rank, peer)).put((what, tensor.clone()))
 
     def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        said, sent = self._queue(("tensor", peer, self.rank)).get(timeout=20)
-        assert said == what
+        label, sent = self._queue(("tensor", peer, self.rank)).get(timeout=20)
+        assert label == what
         tensor.copy_(sent)
 
     def send_bytes(self, message: bytes, peer: int, what: str) -> None:
         self._queue(("bytes", self.rank, peer)).put((what, message))
 
     def receive_bytes(self, peer: int, what: str) -> bytes:
-        said, message = self._queue(("bytes", peer, self.rank)).get(timeout=20)
-        assert said == what
+        label, message = self._queue(("bytes", peer, self.rank)).get(timeout=20)
+        assert label == what
         return message
 
 
 def run_ranks(places: Sequence[RankPlace], work: Callable[[ThreadLinks], Any]) -> list[Any]:
-    """What `work` returned, or the exception that it raised, of each rank."""
+    """Run `work` on each rank. Returns its result, or the exception that it raised, for each."""
     shared: dict[Any, Any] = {"lock": threading.Lock()}
     out: list[Any] = [None] * len(places)
 

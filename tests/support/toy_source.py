@@ -1,5 +1,5 @@
-"""A block source in memory: keeps every block as bytes, checks who uses them when, sums gradients in
-push order."""
+"""A block source in memory: keeps every block as bytes, checks the use of its buffers, and sums
+gradients in push order."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ class ToySource:
         self.params = params
         self.bytes = {b.index: np.zeros(max(b.pull_nbytes, 1), np.uint8) for b in table.blocks}
         self.version = dict.fromkeys(self.bytes, 0)
-        self.out = {}  # block -> buffers given out, latest last
+        self.out = {}  # block -> fetched buffers, latest last
         self.grads = {}  # param -> sum, in the parameter's dtype as torch sums
         self.pushes = []
         self.fetches = []
@@ -45,13 +45,13 @@ class ToySource:
         return buffer, self.version[block]
 
     def release(self, block):
-        self.out[block].pop().fill_(255)  # NaN in every dtype: who still looks will see it
+        self.out[block].pop().fill_(255)  # NaN in every dtype, so that a late read shows
 
     def gradient_buffer(self, block):
         return torch.full((self.table.blocks[block].push_nbytes,), 255, dtype=torch.uint8)
 
     def push(self, block, buffer, present):
-        assert not self.out.get(block), "pushed before it was given back"
+        assert not self.out.get(block), "pushed before it was released"
         seen = 0
         for run in self.table.blocks[block].runs:
             if not run.trainable:
@@ -79,7 +79,7 @@ class ToySource:
 
 
 class Streamed:
-    """A model under a Stream with a ToySource; `grad(name)`, `finish()`."""
+    """A model under a Stream with a ToySource."""
 
     def __init__(self, model, blocks=None, dtype=None, budget=1 << 30, scratch=None, groups=None):
         self.model = model
@@ -125,7 +125,7 @@ class Streamed:
             p.grad = None
 
     def sgd(self, lr):
-        """One step on the stored values; every block gets a new version."""
+        """Run an SGD step on the stored values; every block gets a new version."""
         for index, _, view in self.source.views(None):
             grad = self.grad(self.names[index])
             if grad is not None:
@@ -135,7 +135,7 @@ class Streamed:
         self.zero_grad()
 
     def finish(self):
-        """All is given back, dropped, and freed."""
+        """Check that all buffers were returned, dropped and freed."""
         assert all(self.stream.pending(i + 1) == 0 for i in range(len(self.split.blocks)))
         assert not any(self.source.out.values())
         self.activations.check()

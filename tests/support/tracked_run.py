@@ -1,8 +1,9 @@
-"""A training script as a user writes it, with everything tracked; a test runs and kills it.
+"""A training script as a user would write it, with everything tracked; a test runs and kills it.
 
     tracked_run.py STORE STEPS OPTIONS
 
-OPTIONS: JSON. Prints a line a step: its number, the loss, the rate, the batch, a drawn number.
+OPTIONS are JSON. Prints a line per step: its number, the loss, the learning rate, the batch, a
+random number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.support.models import VOCAB, Case, build
 
 
 class Noisy(Dataset):
-    """Items that draw from all generators as they are read."""
+    """Items that draw from all random generators when read."""
 
     def __len__(self):
         return 22
@@ -33,7 +34,7 @@ class Noisy(Dataset):
 
 
 class Streamed:
-    """Batches of an endless stream, with a state dict of its own."""
+    """Batches of an endless stream with a state dict."""
 
     def __init__(self):
         self.at = 0
@@ -78,15 +79,13 @@ def main(store, steps, options):
     model, optimizer = build(Case())
     for group in optimizer.param_groups:
         group |= options.get("edited", {})
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored where a shell's job is tested
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in tests of a shell's job
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     optimizer = roadtrain.place(model, optimizer, store=store, host_budget="128MiB")
     scheduler = SCHEDULERS[options["scheduler"]](optimizer)
     if options.get("tracked", True):
         optimizer.track(scheduler=scheduler, loader=loader)
-    torch.rand(3)  # what a script may draw before its loop
+    torch.rand(3)  # random numbers that a script may draw before its loop
     micro = options.get("accumulate", 1)
     count = 0
     while optimizer.steps_done < steps:
@@ -119,7 +118,7 @@ def main(store, steps, options):
 
 
 def step_loss(model, x):
-    """Dropout by the process's generator."""
+    """The loss with dropout from the process's generator."""
     return torch.nn.functional.dropout(model(x), 0.5).square().mean()
 
 

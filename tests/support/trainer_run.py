@@ -1,8 +1,8 @@
-"""A script of Hugging Face's Trainer as a user writes it; a test runs and kills it.
+"""A script with Hugging Face's Trainer as a user would write it; tests run and kill it.
 
     trainer_run.py STORE OUT OPTIONS
 
-OPTIONS: JSON. Prints a line for each step and each logged mean.
+OPTIONS are JSON. Prints a line for each step and each logged mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roadtrain.integrations.huggingface import Placed
 
 
 class Trainer(transformers.Trainer):
-    """Keeps the last loss as it is, not rounded."""
+    """Keeps the last loss unrounded."""
 
     def compute_loss(self, *args, **options):
         out = super().compute_loss(*args, **options)
@@ -31,13 +31,13 @@ class Lines(transformers.TrainerCallback):
     def __init__(self, kill):
         self.kill = kill
 
-    def on_step_end(self, args, state, control, **given):
-        rate = given["lr_scheduler"].get_last_lr()[0]
+    def on_step_end(self, args, state, control, **others):
+        rate = others["lr_scheduler"].get_last_lr()[0]
         print("step", state.global_step, trainer.last.hex(), rate.hex(), state.epoch, flush=True)
         if self.kill == state.global_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_log(self, args, state, control, logs=None, **given):
+    def on_log(self, args, state, control, logs=None, **others):
         if "loss" in logs:
             print("mean", state.global_step, float(logs["loss"]).hex(), flush=True)
 

@@ -1,6 +1,6 @@
-"""The `python`, `roadtrain` and `torchrun` of warm_python.py: have the server fork a process that runs
-the command, pass signals on to it, and end as it ended. Other commands replace this process by the
-interpreter itself. Imports little, as its start is what it saves."""
+"""The `python`, `roadtrain` and `torchrun` of warm_python.py: let the server fork a process that
+runs the command, forward signals to it, and end with its status. Other commands replace this
+process with the real interpreter. Imports little, since it exists to save start-up time."""
 
 import _socket
 import os
@@ -8,7 +8,7 @@ import signal
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(sys.argv[0])))
-# Commands that import torch or numba, or for which a fork stands in as well as a start.
+# Commands that import torch or numba, or that may be forked instead of started.
 MODULES = {
     "roadtrain",
     "roadtrain.cli",
@@ -84,7 +84,7 @@ def main() -> None:
     own, *words = sys.argv
     name = os.path.basename(own)
     python = os.readlink(f"{ROOT}/python")
-    if name != "python":  # a script beside the interpreter
+    if name != "python":  # a script in the interpreter's folder
         words.insert(0, os.path.join(os.path.dirname(python), name))
     if is_forked(words):
         run_forked(words)

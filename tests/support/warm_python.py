@@ -5,7 +5,7 @@ torch, transformers and roadtrain, which saves the seconds that a fresh interpre
 
 The client stands for the command: it passes signals on, ends with the command's status, and takes the
 command with it when it is killed. Processes that the command starts with `sys.executable` are warm too.
-Use the real interpreter where the start of a process, its imports or its limits are what is shown.
+Use the real interpreter in tests of a process's start, imports or limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def warm_folder() -> Path:
     (root / "bin").mkdir()
     (root / "python").symlink_to(sys.executable)
     prefix = Path(sys.prefix)
-    if (prefix / "pyvenv.cfg").exists():  # commands that are not forked find the same packages
+    if (
+        prefix / "pyvenv.cfg"
+    ).exists():  # so that commands that are not forked find the same packages
         shutil.copy(prefix / "pyvenv.cfg", root)
         (root / "lib").symlink_to(prefix / "lib")
     source = (HERE / "warm_client.py").read_text()

@@ -1,5 +1,6 @@
-"""Fork processes that run Python commands, from one that has imported torch: `python warm_server.py
-FOLDER`. Ends, with all that it forked, at the end of its standard input. Has one thread."""
+"""Fork processes that run Python commands from a process that has imported torch: `python
+warm_server.py FOLDER`. It ends with all its children at the end of its standard input, and has a
+single thread."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Server:
         self._selector.register(self._listening, selectors.EVENT_READ, None)
         going = True
         while going:
-            # Ends first: a process that is killed is gone before the next one starts.
+            # Ends first, so that a killed process is gone before the next starts.
             ready = sorted(self._selector.select(), key=lambda item: item[0].data is None)
             for key, _ in ready:
                 if isinstance(key.data, Command):
@@ -92,7 +93,7 @@ class Server:
             self._selector.register(file, selectors.EVENT_READ, command)
 
     def _end(self, command: Command, is_killed: bool) -> None:
-        """`is_killed`: the client is gone, so its process goes too."""
+        """End a command. is_killed: The client has died, so its process is killed too."""
         if is_killed:
             os.kill(command.pid, signal.SIGKILL)
         self._commands.remove(command)
@@ -173,7 +174,7 @@ def run_main(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[:0] = [os.getcwd(), *filter(None, paths)]
-        sys.modules.pop(words[1], None)  # it becomes `__main__`, as in a fresh interpreter
+        sys.modules.pop(words[1], None)  # the module becomes `__main__`, as in a fresh interpreter
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
@@ -205,11 +206,11 @@ def finish(code: int) -> NoReturn:
 
 
 def main(folder: str) -> None:
-    del sys.path[0]  # this file's
+    del sys.path[0]  # the folder of this file
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # children need not look through what is shared, nor copy it for that
+    gc.freeze()  # children then neither scan nor copy shared objects in garbage collection
     server = Server(folder)
     print("ready", flush=True)
     server.run()

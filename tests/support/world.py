@@ -1,5 +1,5 @@
-"""Workers of one torch world in processes of their own, each of which runs a function and says
-what it found."""
+"""Workers of a torch world in separate processes, each of which runs a function and returns its
+result."""
 
 import os
 from functools import partial
@@ -31,8 +31,12 @@ def child(work, rank, workers, port, out):
 
 
 def run(workers, work, wait_s=100, answers=None):
-    """What `work(rank)` returned on each worker, or its error's words, by rank. `answers`: so many
-    do, the others end without or are killed."""
+    """Run `work(rank)` on each worker. Returns the results or error texts by rank.
+
+    Args:
+        answers: Number of workers expected to answer. The others end without an answer or are
+            killed.
+    """
     out, port = FORK.Queue(), free_port()
     processes = [
         FORK.Process(target=child, args=(work, rank, workers, port, out)) for rank in range(workers)
@@ -50,7 +54,7 @@ def run(workers, work, wait_s=100, answers=None):
 
 
 def between(work, options, rank):
-    """`work(rank)` between Horovod's init and shutdown."""
+    """Run `work(rank)` between Horovod's init and shutdown."""
     hvd.init(**options)
     found = work(rank)
     hvd.shutdown()
@@ -58,5 +62,5 @@ def between(work, options, rank):
 
 
 def run_hvd(workers, work, **options):
-    """As run, with `options` of init."""
+    """Like run, inside Horovod's init with `options`."""
     return run(workers, partial(between, work, {"budget": "64MiB", "deadline_s": 20, **options}))

@@ -1,4 +1,4 @@
-"""benchmarks/everything.py: all benchmarks in a go that can be interrupted."""
+"""benchmarks/everything.py: runs all benchmarks and can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.__main__ import items_of, modules
 from benchmarks.everything import Job, jobs, run_jobs
 from roadtrain.errors import RoadtrainError
 
-# A program that takes the place of a benchmark: it counts its starts, and writes its result.
+# A program in place of a benchmark that counts its starts and writes a result.
 PROGRAM = """
 import pathlib, subprocess, sys, time
 what, json = sys.argv[1], pathlib.Path(sys.argv[-1])

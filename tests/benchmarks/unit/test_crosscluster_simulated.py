@@ -1,5 +1,5 @@
-"""benchmarks/crosscluster/simulated.py: a row of the benchmark becomes the plan and the cluster that
-it ran on. Nothing is run here."""
+"""benchmarks/crosscluster/simulated.py: a row of the benchmark becomes its plan and cluster.
+Nothing is run here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measured(stages: list[int]) -> Measured:
 
 @dataclass(frozen=True)
 class Case:
-    """As the benchmark's own Run."""
+    """Stands for the benchmark's Run."""
 
     case: str = "a row"
     environment: Environment = ENVIRONMENTS["hybrid"]
@@ -40,17 +40,17 @@ class Case:
     measured: Measured = field(default_factory=lambda: measured([8, 8]))
 
     def seconds(self, **more: Any) -> float:
-        """Of this run, with other values of its spec."""
+        """Simulated seconds of the run with changed values of its spec."""
         run: Any = replace(self, spec=replace(self.spec, **more))
         return predicted(run, COSTS).seconds
 
 
-def test_the_shape_is_the_models() -> None:
+def test_the_shape_equals_the_model() -> None:
     size = RunSpec("ours").model
     assert shape_of(RunSpec("ours")).params == sum(p.numel() for p in size.build().parameters())
 
 
-def test_a_step_samples_what_the_run_samples() -> None:
+def test_a_step_has_the_samples_of_the_run() -> None:
     run: Any = Case()
     assert plan_of(run).samples == run.spec.batch.rows
     peer: Any = replace(run, spec=replace(run.spec, method="ddp"))
@@ -64,8 +64,8 @@ def test_a_step_samples_what_the_run_samples() -> None:
     assert plan_of(wide).parallelism.stages == (11, 5)
 
 
-def test_what_is_not_predicted_is_refused() -> None:
-    """A stage that rests on a server is not one of the plan's. # Rule 6"""
+def test_runs_that_cannot_be_predicted_are_refused() -> None:
+    """A stage with its state on a server is not part of the plan (Rule 6)."""
     with pytest.raises(
         ConfigError, match="a row: the simulation does not support stages with a store"
     ):
@@ -73,23 +73,24 @@ def test_what_is_not_predicted_is_refused() -> None:
 
 
 def test_computing_alone_takes_the_measured_seconds() -> None:
-    """On fast networks: the first stage's half of the layers, the pipeline's fill, the update."""
+    """On fast networks a step is the first stage's half of the layers, the pipeline fill and the
+    update."""
     seconds = Case(environment=ENVIRONMENTS["all InfiniBand"]).seconds()
     pass_s = 3 * (8 * 0.04 + 0.01)
     assert 4 * pass_s < seconds < 5.6 * pass_s + 0.5
 
 
-def test_what_a_slow_network_carries_bounds_a_step() -> None:
+def test_the_traffic_of_a_slow_network_bounds_a_step() -> None:
     case = Case(environment=ENVIRONMENTS["all Ethernet"])
     params = shape_of(case.spec).params
     whole = 2 * 3 / 4 * params * 4 / (ETHERNET * CARRIED)
     assert whole < case.seconds(method="ddp") < whole + 4
     on, off = (case.seconds(overlap=overlap) for overlap in (True, False))
     assert params * 4 / 2 / (ETHERNET * CARRIED) < on < off
-    assert Case().seconds() < on / 2  # the hybrid has fast networks for gradients
+    assert Case().seconds() < on / 2  # the hybrid uses fast networks for gradients
 
 
-def test_a_throttled_cluster_is_as_much_slower() -> None:
+def test_a_throttled_cluster_is_slower_and_uneven_stages_help() -> None:
     even = Case(cpus=(CPUS, 0.6 * CPUS))
     uneven = replace(even, measured=measured([10, 6]))
     assert even.seconds() > 1.4 * Case().seconds()
@@ -97,13 +98,14 @@ def test_a_throttled_cluster_is_as_much_slower() -> None:
 
 
 def test_the_measured_seconds_of_an_update_count() -> None:
-    """On fast networks nothing hides them: a second of each rank's half of a stage."""
+    """On fast networks nothing hides the update: it adds a second for each rank's half of a
+    stage."""
     run: Any = Case(environment=ENVIRONMENTS["all InfiniBand"])
     slow = replace(COSTS, update=COSTS.update + 1 / (shape_of(run.spec).params / 4))
     assert predicted(run, slow).seconds == pytest.approx(run.seconds() + 1, rel=0.1)
 
 
-def test_a_loss_that_is_no_number_is_not_the_same() -> None:
-    """Whichever step has it. # Rule 6"""
+def test_a_nan_loss_counts_as_different() -> None:
+    """In whichever step the NaN occurs (Rule 6)."""
     assert worst_difference([1.0, math.nan], [1.0, 1.0]) == math.inf > WITHIN
     assert worst_difference([math.nan, 1.0], [1.0, 1.0]) == math.inf

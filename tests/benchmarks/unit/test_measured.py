@@ -24,7 +24,7 @@ from roadtrain.simulator.compute import constants
 
 
 def test_every_run_has_its_plan() -> None:
-    found = {family: [one for one in runs() if one.family == family] for family in FAMILIES}
+    found = {family: [run for run in runs() if run.family == family] for family in FAMILIES}
     assert {family: len(own) for family, own in found.items()} == {
         "vtrain-multi": 24,
         "vtrain-single": 14,
@@ -42,20 +42,20 @@ def test_every_run_has_its_plan() -> None:
         "sailor-hetero": 1,
         "deepspeed-offload": 3,
     }
-    one = next(one for one in runs() if one.id == "vtrain-multi-0049")
+    run = next(run for run in runs() if run.id == "vtrain-multi-0049")
     assert (
-        one.plan.parallelism.dp,
-        one.plan.parallelism.tp,
-        one.plan.parallelism.pp,
-        one.plan.num_microbatches,
+        run.plan.parallelism.dp,
+        run.plan.parallelism.tp,
+        run.plan.parallelism.pp,
+        run.plan.num_microbatches,
     ) == (
         8,
         4,
         16,
         96,
     )
-    assert one.model.tokens == 2048 and one.model.params / 1e9 == pytest.approx(39.1, rel=0.01)
-    assert one.plan.parallelism.devices == one.cluster.device_count == 512
+    assert run.model.tokens == 2048 and run.model.params / 1e9 == pytest.approx(39.1, rel=0.01)
+    assert run.plan.parallelism.devices == run.cluster.device_count == 512
 
 
 @pytest.mark.parametrize(
@@ -68,25 +68,25 @@ def test_every_run_has_its_plan() -> None:
     ],
 )
 def test_public_runs(family: str, most: float) -> None:
-    """What README states, with half a per cent to spare; and never worse than the baselines."""
-    own = [one for one in runs() if one.family == family]
+    """The error stays within half a per cent of README's figure and below that of the baselines."""
+    own = [run for run in runs() if run.family == family]
     of = constants(FAMILIES[family])
-    ours = errors([(predicted(one, of), one.seconds) for one in own])
+    ours = errors([(predicted(run, of), run.seconds) for run in own])
     for make in (closed_form, constant_efficiency):
         form = make(own)
-        assert ours["MAPE"] < errors([(form(one), one.seconds) for one in own])["MAPE"]
+        assert ours["MAPE"] < errors([(form(run), run.seconds) for run in own])["MAPE"]
     assert ours["MAPE"] <= most
 
 
 @pytest.mark.parametrize(("family", "most"), [("torchtitan-a100", 0.03), ("megatron-h100", 0.02)])
-def test_runs_that_nothing_was_fitted_to(family: str, most: float) -> None:
-    own = [one for one in runs() if one.family == family]
+def test_runs_outside_the_fit(family: str, most: float) -> None:
+    own = [run for run in runs() if run.family == family]
     assert errors(pairs(own, constants(FAMILIES[family])))["MAPE"] <= most
 
 
-def test_rows_of_somebody_else() -> None:
-    """Models that no row here has are told by their names; what cannot be told is left out with
-    a reason."""
+def test_rows_from_other_sources() -> None:
+    """Unknown models are identified by name; rows that cannot be identified are left out with a
+    reason."""
     rows = loads(files("benchmarks.planner").joinpath("measured.json").read_text())
     row = next(row for row in rows if row["group"] == "simumax-b200")
     found, refused = runs_of(
@@ -98,7 +98,7 @@ def test_rows_of_somebody_else() -> None:
             {**row, "id": "e", "group": "nobody"},
         ]
     )
-    assert [one.id for one in found] == ["a"] and found[0].model.layers == 8
+    assert [run.id for run in found] == ["a"] and found[0].model.layers == 8
     assert set(refused) == {"b", "c", "d", "e"} and "unheard_of" in refused["b"]
     assert (
         named("LLAMA3.1_405B").name == "LLaMA-3-405B" and named("Llama-2-13B").name == "LLaMA-2-13B"
@@ -108,7 +108,7 @@ def test_rows_of_somebody_else() -> None:
 
 
 def test_measured_memory() -> None:
-    """The goal: 5 % in the mean, and none under by more."""
+    """The goal is a mean error of 5 %, with no prediction too low by more than that."""
     rows = memory_rows()
     assert {row.case.partition(",")[0] for row in rows} == {
         "sailor-gh200",
@@ -122,18 +122,18 @@ def test_measured_memory() -> None:
 
 
 def test_plans_of_frameworks() -> None:
-    """Ranks of each report's layout are all its devices; 405B in 128 parts has its embedding
-    and loss alone."""
-    for one in all_runs():
-        if one.family != "sailor-hetero":
-            assert one.plan.parallelism.devices <= one.cluster.device_count, one.id
-    plan = next(one for one in all_runs() if one.id == "megatron-bridge-0005").plan
+    """The ranks of each report's layout use all its devices; in the 405B plan with 128 parts the
+    embedding and the loss are parts of their own."""
+    for run in all_runs():
+        if run.family != "sailor-hetero":
+            assert run.plan.parallelism.devices <= run.cluster.device_count, run.id
+    plan = next(run for run in all_runs() if run.id == "megatron-bridge-0005").plan
     assert (
         plan.parallelism.stages == (0, *[1] * 126, 0)
         and plan.framework.precision == "nvfp4"
         and plan.num_microbatches == 384
     )
-    mixed = next(one for one in all_runs() if one.id == "sailor-hetero-0003").cluster
+    mixed = next(run for run in all_runs() if run.id == "sailor-hetero-0003").cluster
     assert [(host.devices, host.device and host.device.kind) for host in mixed.hosts] == [
         (2, "Titan-RTX"),
         (2, "RTX-3090"),
@@ -156,17 +156,17 @@ def test_errors() -> None:
         ({"zenflow": True}, "zero-offload"),
     ],
 )
-def test_what_is_not_offloaded_has_no_plan_that_offloads(
+def test_a_run_without_offload_gets_a_plan_without_offload(
     more: dict[str, object], name: str
 ) -> None:
     rows = loads(files("benchmarks.planner").joinpath("measured.json").read_text())
     row = next(row for row in rows if row["group"] == "deepspeed-offload")
-    (one,), refused = runs_of([{**row, "parallelism": {"zero": 2, **more}}])
-    assert one.plan.placement.name == name and not refused
+    (run,), refused = runs_of([{**row, "parallelism": {"zero": 2, **more}}])
+    assert run.plan.placement.name == name and not refused
 
 
-def test_offload_that_no_plan_has_is_left_out() -> None:
-    """Neither said nor elsewhere than on the processors, nor where a family is not known to
+def test_unsupported_offload_is_left_out() -> None:
+    """Unstated offload, offload to anything but host memory, and offload in families that do not
     offload."""
     rows = loads(files("benchmarks.planner").joinpath("measured.json").read_text())
     deepspeed, foundry, vtrain = (
@@ -196,4 +196,4 @@ def test_offload_that_no_plan_has_is_left_out() -> None:
         {**foundry, "parallelism": {**foundry["parallelism"], "cpu_offload_act": act}}
         for act in (None, True)
     ]
-    assert [one.plan.memory.offload for one in runs_of(acts)[0]] == [False, True]
+    assert [run.plan.memory.offload for run in runs_of(acts)[0]] == [False, True]

@@ -1,4 +1,4 @@
-"""benchmarks/page.py: docs/benchmarks.md is made of result files."""
+"""benchmarks/page.py: docs/benchmarks.md is generated from result files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(folder: Path, stem: str, rows: list[dict[str, Any]], machine: str = "a
     (folder / f"{stem}.json").write_text(json.dumps(content))
 
 
-def filled(template: str, results: Path) -> str:
+def fill_template(template: str, results: Path) -> str:
     return page.fill(template, results).partition("\n\nFrom ")[0]
 
 
@@ -63,7 +63,7 @@ def filled(template: str, results: Path) -> str:
 def test_a_placeholder_becomes_the_value_of_its_rows(
     placeholder: str, text: str, results: Path
 ) -> None:
-    assert filled(f"{{{placeholder}}}", results) == text
+    assert fill_template(f"{{{placeholder}}}", results) == text
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_the_newest_file_counts_and_is_named_with_its_machine(results: Path) -> 
     )
 
 
-def test_an_item_is_read_from_its_own_file_unless_the_whole_is_newer(results: Path) -> None:
+def test_an_item_is_read_from_its_own_file_unless_the_complete_file_is_newer(results: Path) -> None:
     write(results, "update-sgd-2026-01-01", [row("SGD", "rate", ours=1.0)])
-    assert filled("{update.sgd; SGD; rate; ours g}", results) == "7"
+    assert fill_template("{update.sgd; SGD; rate; ours g}", results) == "7"
     write(results, "update-sgd-2026-01-03", [row("SGD", "rate", ours=2.0)])
-    assert filled("{update.sgd; SGD; rate; ours g}", results) == "2"
-    assert filled("{update; SGD; rate; ours g}", results) == "7"
+    assert fill_template("{update.sgd; SGD; rate; ours g}", results) == "2"
+    assert fill_template("{update; SGD; rate; ours g}", results) == "7"
 
 
-def test_faults_are_counted_by_their_ends(tmp_path: Path) -> None:
+def test_faults_are_counted_by_their_outcome(tmp_path: Path) -> None:
     faults = [
         {"kind": "killed", "how": "went on", "recovery_s": 1.5},
         {"kind": "cut", "how": "went on", "recovery_s": 0.5},
@@ -119,7 +119,7 @@ def test_faults_are_counted_by_their_ends(tmp_path: Path) -> None:
         "{soak; faults; went on; ours .0f} {soak; faults; recovery_s; ours} "
         "{soak; faults; kinds; ours} {soak; faults; wrong; goal}"
     )
-    assert filled(template, tmp_path) == "2 1.5 2 0: **no**"
+    assert fill_template(template, tmp_path) == "2 1.5 2 0: **no**"
 
 
 def test_a_printed_figure_that_is_not_simulated_counts_as_missed(tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def test_a_printed_figure_that_is_not_simulated_counts_as_missed(tmp_path: Path)
         figure | {"role": "input", "error": 0.0},
     ]
     (tmp_path / "reproduce-2026-01-01.json").write_text(json.dumps(figures))
-    assert filled("{reproduce; *; *; passed}", tmp_path) == "1 of 3"
+    assert fill_template("{reproduce; *; *; passed}", tmp_path) == "1 of 3"
 
 
-def test_the_page_is_what_its_template_gives() -> None:
+def test_the_page_is_up_to_date_with_its_template() -> None:
     assert page.main(["--check"]) == 0, "run `make bench-page`"
 
 
-def test_a_page_that_differs_is_found(
+def test_a_page_that_differs_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = tmp_path / "benchmarks.md"

@@ -1,5 +1,5 @@
-"""The power cut of `roadtrain soak` keeps what was synced, and loses what POSIX lets a cut lose.
-Rule 3 is tried with it, so it must neither save what was not synced nor lose what was."""
+"""The power cut of `roadtrain soak` keeps synced data and loses whatever POSIX allows it to lose.
+It serves to test Rule 3, so it must neither save unsynced data nor lose synced data."""
 
 import errno
 import os
@@ -10,16 +10,16 @@ import pytest
 from benchmarks.soak.power import SECTOR, Power, Strike, begin, cut
 
 
-class Given:
-    """A choice that is not drawn: what becomes of unsynced bytes and names."""
+class ScriptedChoice:
+    """Scripted choices in place of random ones, for the fate of unsynced bytes and names."""
 
     def __init__(self, *choices):
         self.choices = list(choices)
 
     def choice(self, options):
-        wanted = self.choices.pop(0)
-        assert wanted in options
-        return wanted
+        choice_made = self.choices.pop(0)
+        assert choice_made in options
+        return choice_made
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def disk(tmp_path):
     return root, shadow
 
 
-def written(power, path, content, offset=0):
+def write_file(power, path, content, offset=0):
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     power.pwritev(fd, [content], offset)
     return fd
@@ -39,10 +39,10 @@ def written(power, path, content, offset=0):
 
 @pytest.mark.parametrize("synced", [False, True])
 @pytest.mark.parametrize("left", ["none", "any", "all"])
-def test_bytes_count_from_their_sync_on(disk, synced, left):
+def test_bytes_are_durable_from_their_sync_on(disk, synced, left):
     root, shadow = disk
     power = Power(shadow, [root])
-    fd = written(power, root / "old", b"b" * SECTOR, SECTOR)
+    fd = write_file(power, root / "old", b"b" * SECTOR, SECTOR)
     if synced:
         power.sync(fd, "fdatasync")
     os.close(fd)
@@ -58,10 +58,10 @@ def test_bytes_count_from_their_sync_on(disk, synced, left):
 
 
 @pytest.mark.parametrize("synced", [False, True])
-def test_names_count_from_the_sync_of_their_directory_on(disk, synced):
+def test_names_are_durable_from_the_sync_of_their_directory_on(disk, synced):
     root, shadow = disk
     power = Power(shadow, [root])
-    fd = written(power, root / "new", b"c")
+    fd = write_file(power, root / "new", b"c")
     power.sync(fd, "fsync")
     os.close(fd)
     os.replace(root / "new", root / "old")
@@ -70,18 +70,18 @@ def test_names_count_from_the_sync_of_their_directory_on(disk, synced):
         fd = os.open(root, os.O_RDONLY)
         power.sync(fd, "fsync")
         os.close(fd)
-    cut(shadow, [root], Given("none", "none"))
+    cut(shadow, [root], ScriptedChoice("none", "none"))
     assert (root / "old").read_bytes() == (b"c" if synced else b"a" * 3 * SECTOR)
     assert sorted(path.name for path in root.iterdir()) == (["below", "old"] if synced else ["old"])
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_a_failed_sync_lost_no_later_sync_saves(disk, again):
-    """The kernel holds the pages for clean: they come back from memory, also in the next
-    process, and are not there after a cut, unless they are written once more."""
+def test_a_later_sync_does_not_save_bytes_of_a_failed_sync(disk, again):
+    """The kernel marks the pages clean: reads return them from memory, even in the next process,
+    but they are lost in a cut unless they are written again."""
     root, shadow = disk
     power = Power(shadow, [root], [Strike("sync", 0, "EIO", "old")])
-    fd = written(power, root / "old", b"b" * SECTOR)
+    fd = write_file(power, root / "old", b"b" * SECTOR)
     with pytest.raises(OSError) as raised:
         power.sync(fd, "fdatasync")
     assert raised.value.errno == errno.EIO
@@ -91,7 +91,7 @@ def test_what_a_failed_sync_lost_no_later_sync_saves(disk, again):
     later.sync(fd, "fdatasync")
     os.close(fd)
     assert (root / "old").read_bytes()[:1] == b"b"
-    cut(shadow, [root], Given("all", "all"))
+    cut(shadow, [root], ScriptedChoice("all", "all"))
     assert (root / "old").read_bytes()[:1] == (b"b" if again else b"a")
 
 
@@ -108,10 +108,10 @@ def test_a_script_counts_the_calls_on_its_files(disk):
         os.close(fd)
 
 
-def test_after_a_cut_the_device_is_what_it_is(disk):
+def test_after_a_cut_the_contents_of_the_device_are_final(disk):
     root, shadow = disk
-    fd = written(Power(shadow, [root]), root / "old", b"b" * SECTOR)
+    fd = write_file(Power(shadow, [root]), root / "old", b"b" * SECTOR)
     os.close(fd)
-    cut(shadow, [root], Given("all", "all"))
-    cut(shadow, [root], Given("none", "none"))
+    cut(shadow, [root], ScriptedChoice("all", "all"))
+    cut(shadow, [root], ScriptedChoice("none", "none"))
     assert (root / "old").read_bytes()[:1] == b"b"

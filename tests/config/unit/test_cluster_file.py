@@ -1,4 +1,4 @@
-"""config/cluster.py: cluster.toml, its units, what is assumed, which cards meet; bad input in one
+"""cluster.toml (config/cluster.py): units, assumed values, common networks, and errors in one
 sentence."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def host(name: str = "a", **more: Any) -> dict[str, Any]:
     return {"name": name, "memory": "64GB", **more}
 
 
-def made(*hosts: dict[str, Any], **more: Any) -> Cluster:
+def cluster_of(*hosts: dict[str, Any], **more: Any) -> Cluster:
     return make_cluster({"hosts": list(hosts), **more})
 
 
@@ -28,8 +28,8 @@ def test_templates_are_read_and_written_back(name: str, tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "cluster.toml") == cluster
 
 
-def test_what_is_left_out_is_assumed_and_said() -> None:
-    cluster = made(
+def test_omitted_values_are_assumed_and_reported() -> None:
+    cluster = cluster_of(
         host(memory_rate="100GB/s", nics=[{"rate": "100Gbit/s"}]), measured=["hosts.a.memory_rate"]
     )
     assert cluster.assumed == ("hosts.a.updates", "hosts.a.sums", "hosts.a.nics.latency")
@@ -41,7 +41,7 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "message"),
     [
         ({"hosts": []}, "at least 1 item"),
         ({"hosts": [host(nics=[{"rate": 100}])]}, "100 has no unit"),
@@ -85,13 +85,13 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_sentence(tree: dict[str, Any], said: str) -> None:
+def test_bad_input_is_refused_in_one_sentence(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_cluster(tree)
-    assert said in str(caught.value) and len(str(caught.value).splitlines()) <= 2
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) <= 2
 
 
-def test_hosts_meet_over_the_fastest_kind_they_all_have() -> None:
+def test_hosts_use_the_fastest_network_they_share() -> None:
     """Yang et al. (Holmes), section 3.2, the general case."""
     cards = {
         kind: {"kind": kind, "rate": rate}
@@ -103,7 +103,7 @@ def test_hosts_meet_over_the_fastest_kind_they_all_have() -> None:
     }
     first = host("ib", nics=[cards["ethernet"], cards["infiniband"]])
     second = host("roce", nics=[cards["ethernet"], cards["roce"]])
-    cluster = made(first, second)
+    cluster = cluster_of(first, second)
     ib, roce = cluster.hosts
     assert (
         cluster.common([ib, ib])[0].kind == "infiniband"
@@ -113,17 +113,17 @@ def test_hosts_meet_over_the_fastest_kind_they_all_have() -> None:
 
 
 def test_hosts_without_a_network_in_common() -> None:
-    one, two = (
+    first, second = (
         host("one", nics=[{"kind": "roce", "rate": "1GB/s", "switch": "x"}]),
         host("two", nics=[{"kind": "roce", "rate": "1GB/s", "switch": "y"}]),
     )
     switches = [{"name": "x"}, {"name": "y"}]
-    apart = made(one, two, switches=switches)
+    apart = cluster_of(first, second, switches=switches)
     with pytest.raises(ConfigError, match="hosts one, two have no network in common"):
         apart.common(apart.hosts)
-    joined = made(
-        one,
-        two,
+    joined = cluster_of(
+        first,
+        second,
         switches=switches,
         links=[{"between": ["x", "y"], "rate": "100MB/s", "latency": "5ms"}],
     )
@@ -134,10 +134,12 @@ def test_hosts_without_a_network_in_common() -> None:
     assert joined.between(joined.common([joined.hosts[0]] * 2)) == float("inf")
 
 
-def test_what_is_assumed_has_its_value() -> None:
+def test_assumed_values_are_listed() -> None:
     device = {"flops": "100TFLOP/s", "memory": "80GB"}
     ssd = {"read": "7GB/s", "write": "5GB/s", "capacity": "1TB", "updates": "1GB/s"}
-    cluster = made(host("a.b", devices=8, device=device, ssds=[ssd], nics=[{"rate": "1GB/s"}]))
+    cluster = cluster_of(
+        host("a.b", devices=8, device=device, ssds=[ssd], nics=[{"rate": "1GB/s"}])
+    )
     found = guesses(cluster)
     assert (
         set(found)
@@ -169,23 +171,27 @@ def test_what_is_assumed_has_its_value() -> None:
     )
     assert cluster.hosts[0].fabric == 12e9
     again = make_cluster(tomllib.loads(cluster.to_toml()))
-    assert guesses(again) == found  # what was assumed once and written is not given
-    # names of older files
+    assert guesses(again) == found  # an assumed value still counts as assumed after it was written
+    # keys of older files
     old = cluster.model_copy(update={"assumed": ("hosts.a.b.nics", "hosts.a.b.device")})
     assert set(guesses(old)) == {
         f"hosts.a.b.{name}" for name in ("nics.latency", "device.copy", "device.memory_rate")
     }
 
 
-def test_a_device_alone_is_one_device() -> None:
+def test_a_device_without_a_count_is_one_device() -> None:
     table = {"flops": "100TFLOP/s", "memory": "80GB"}
-    assert made(host(device=table)).device_count == made(host(device="A100-80GB")).device_count == 1
-    assert made(host(device=table, devices=0)).device_count == 0
+    assert (
+        cluster_of(host(device=table)).device_count
+        == cluster_of(host(device="A100-80GB")).device_count
+        == 1
+    )
+    assert cluster_of(host(device=table, devices=0)).device_count == 0
 
 
 def test_small_rates_are_written_back() -> None:
     device = {"flops": "0.000001TFLOP/s", "memory": "1GB", "memory_rate": "0.5B/s", "copy": "1B/s"}
-    cluster = made(
+    cluster = cluster_of(
         host(
             memory_rate="0.25B/s",
             updates="1B/s",
@@ -197,8 +203,8 @@ def test_small_rates_are_written_back() -> None:
     assert make_cluster(tomllib.loads(cluster.to_toml())) == cluster
 
 
-def test_hosts_in_a_group_have_what_the_least_has() -> None:
-    def one(name: str, flops: int, rate: int, ssds: int, devices: int) -> dict[str, Any]:
+def test_a_group_of_hosts_has_the_minimum_of_each_resource() -> None:
+    def table(name: str, flops: int, rate: int, ssds: int, devices: int) -> dict[str, Any]:
         device = {
             "flops": f"{flops}TFLOP/s",
             "memory": f"{flops}GB",
@@ -208,7 +214,7 @@ def test_hosts_in_a_group_have_what_the_least_has() -> None:
         ssd = {"count": ssds, "read": "2GB/s", "write": f"{rate}GB/s", "capacity": "1TB"}
         return host(name, devices=devices, device=device, memory_rate=f"{rate}GB/s", ssds=[ssd])
 
-    first, second = made(one("a", 100, 5, 1, 2), one("b", 50, 20, 4, 8)).hosts
+    first, second = cluster_of(table("a", 100, 5, 1, 2), table("b", 50, 20, 4, 8)).hosts
     least = least_of([first, second])
     assert least.device is not None and (least.device.flops, least.device.memory_rate) == (
         50e12,

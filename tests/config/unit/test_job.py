@@ -1,4 +1,5 @@
-"""The job's schema: file < command line, and every mistake answered with the nearest valid name."""
+"""The schema of a job: the command line overrides the file, and errors suggest the nearest valid
+name."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_default_file_command_line(path: Path) -> None:
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(path: Path) -> None:
     job = load_job(path, parse_overrides(["--optimizer.weight_decay", "0.1", "--run.steps=20"]))
     assert (job.optimizer.lr, job.optimizer.weight_decay, job.run.steps) == (1e-4, 0.1, 20)
     assert load_job(path, {"optimizer.lr": 3e-3}).optimizer.lr == 3e-3
@@ -57,7 +58,9 @@ def test_the_resolved_job_resolves_to_itself(path: Path, tmp_path: Path) -> None
         ({"run.steps.x": 3}, "`run.steps`"),
     ],
 )
-def test_mistakes(path: Path, overrides: dict[str, object], message: str) -> None:
+def test_mistakes_are_refused_with_a_hint(
+    path: Path, overrides: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_job(path, overrides)
 
@@ -82,7 +85,7 @@ def test_mistakes_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--run.dir", "20"], {"run.dir": "20"}),  # a text field takes its value as it stands
+        (["--run.dir", "20"], {"run.dir": "20"}),  # a text field takes its value literally
         (["--run.steps", "20"], {"run.steps": 20}),
         (["--optimizer.lr", "1e-4"], {"optimizer.lr": 1e-4}),
         (["--optimizer.lr", "-1"], {"optimizer.lr": -1}),
@@ -167,6 +170,6 @@ def test_switches_are_an_address_or_tables() -> None:
         ({"switches": [{"addres": "a:1"}]}, "unknown key `servers.switches.0.addres`"),
     ],
 )
-def test_switches_that_are_no_tree_are_refused(servers: dict[str, Any], words: str) -> None:
+def test_switches_that_form_no_tree_are_refused(servers: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_job({"model": {"pretrained": "x"}, "servers": servers})

@@ -1,4 +1,4 @@
-"""A plan.toml with machines, predicted and cluster: read, written, and what is refused."""
+"""A plan.toml with machines, predictions and cluster: reading, writing and refused files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_a_plan_file_is_read_as_it_was_written(name, tmp_path):
     read = load_plan_file(file)
     assert read == whole and read.cluster.assumed == cluster.assumed
     assert read.to_toml() == whole.to_toml()
-    assert load_plan(file) == plan  # simulate wants the plan alone
+    assert load_plan(file) == plan  # simulate reads only the plan
     file.write_text(PlanFile(plan).to_toml())
     assert load_plan_file(file) == PlanFile(plan)
 
 
-def refused(tree: dict[str, Any]) -> str:
+def refusal_of(tree: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         make_plan_file(tree, where="plan.toml")
     return str(caught.value)
@@ -63,12 +63,12 @@ def refused(tree: dict[str, Any]) -> str:
 
 def test_mistakes_name_the_table_and_the_key():
     host = {"name": "a", "kind": "a", "workers": 1}
-    said = refused({"placement": "server", "machines": {"hosts": [{**host, "wrokers": 1}]}})
-    assert "plan.toml, [machines]" in said and "workers" in said
-    said = refused({"placement": "server", "cluster": {"hosts": [{"name": "a"}]}})
-    assert "plan.toml, [cluster]" in said and "memory" in said
-    assert "seconds" in refused({"placement": "server", "predicted": {}})
-    assert "parameters" in refused({"placement": "server", "model": {"seq_len": 64}})
+    message = refusal_of({"placement": "server", "machines": {"hosts": [{**host, "wrokers": 1}]}})
+    assert "plan.toml, [machines]" in message and "workers" in message
+    message = refusal_of({"placement": "server", "cluster": {"hosts": [{"name": "a"}]}})
+    assert "plan.toml, [cluster]" in message and "memory" in message
+    assert "seconds" in refusal_of({"placement": "server", "predicted": {}})
+    assert "parameters" in refusal_of({"placement": "server", "model": {"seq_len": 64}})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_mistakes_name_the_table_and_the_key():
         ((replace(GPU, servers=(ServerPlace("/a", 1, "/a"),)),), (), "2 stores at 10.0.0.2"),
     ],
 )
-def test_names_ports_and_directories_are_of_one(hosts, spares, words):
+def test_names_ports_and_directories_must_be_unique(hosts, spares, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         Machines(hosts, spares)
 
@@ -91,7 +91,8 @@ def test_names_ports_and_directories_are_of_one(hosts, spares, words):
 def test_hosts_at_other_addresses_may_have_the_same_ports():
     other = replace(SPARE, name="spare1", address="10.0.0.10")
     assert Machines((GPU, SPARE, other)).worker_hosts == (GPU,)
-    assert Machines((GPU, replace(SPARE, reducer=29500)))  # the rendezvous is on the workers' host
+    # the rendezvous port is on the host of the workers
+    assert Machines((GPU, replace(SPARE, reducer=29500)))
 
 
 def cluster(**host: Any) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def test_each_machine_has_an_address_and_each_ssd_a_directory(host, words):
         make_cluster(cluster(**host))
 
 
-def test_addresses_and_directories_are_written_again():
+def test_addresses_and_directories_are_written_back():
     ssds = [{"read": "1GB/s", "write": "1GB/s", "directories": ["/mnt/{host}"]}]
     made = make_cluster(cluster(count=2, addresses=["10.0.0.1", "fe80::1"], ssds=ssds))
     again = make_cluster(tomllib.loads(made.to_toml()))
@@ -123,17 +124,17 @@ def test_addresses_and_directories_are_written_again():
 
 
 @pytest.mark.parametrize("store", ["store", "~/store", ""])
-def test_stores_are_absolute_paths(store: str) -> None:
+def test_stores_must_be_absolute_paths(store: str) -> None:
     with pytest.raises(ConfigError, match="is not an absolute path"):
         ServerPlace(store, 7000)
 
 
-def test_ports_of_one_host_differ_under_all_its_names() -> None:
-    one, two = (ServerPlace(path, 7000) for path in ("/a", "/b"))
+def test_ports_of_a_host_must_differ_under_all_its_names() -> None:
+    first, second = (ServerPlace(path, 7000) for path in ("/a", "/b"))
     hosts = (
         PlanHost("gpu", "gpu", "10.0.0.2", 1),
-        PlanHost("s0", "spare", "127.0.0.1", servers=(one,)),
-        PlanHost("s1", "spare", "localhost", servers=(two,)),
+        PlanHost("s0", "spare", "127.0.0.1", servers=(first,)),
+        PlanHost("s1", "spare", "localhost", servers=(second,)),
     )
     with pytest.raises(ConfigError, match="listen at port 7000"):
         Machines(hosts)

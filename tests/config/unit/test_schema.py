@@ -1,5 +1,6 @@
-"""Every key of every file that a user writes, given every type of TOML: what it cannot be is a
-ConfigError that names the file and the key, never a traceback, and never another value."""
+"""Every key of every file that a user writes, with values of every TOML type: a wrong value is a
+ConfigError that names the file and the key, never a traceback, and is never read as another
+value."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ FILES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def paths(kind: Any, tree: Any, before: tuple[str | int, ...] = ()) -> Iterator[Any]:
-    """The way to each key below `kind`, through the first of each list in `tree`."""
+    """Path of each key below `kind`, through the first item of each list in `tree`."""
     for key, about in keys_of(kind).items():
         way = (*before, key)
         yield way
@@ -85,30 +86,30 @@ def paths(kind: Any, tree: Any, before: tuple[str | int, ...] = ()) -> Iterator[
                 yield from paths(inner, held, (*way, *more))
 
 
-def changed(tree: Any, way: tuple[str | int, ...], to: Any) -> Any:
+def with_value(tree: Any, way: tuple[str | int, ...], to: Any) -> Any:
     if not way:
         return to
     first, *rest = way
     if isinstance(tree, list):
-        return [changed(tree[0], tuple(rest), to), *tree[1:]]
-    return {**tree, first: changed(tree.get(first, {}), tuple(rest), to)}
+        return [with_value(tree[0], tuple(rest), to), *tree[1:]]
+    return {**tree, first: with_value(tree.get(first, {}), tuple(rest), to)}
 
 
 EVERY = [(name, way) for name, (kind, _, tree) in FILES.items() for way in paths(kind, tree)]
 
 
-@pytest.mark.parametrize(("name", "way"), EVERY, ids=lambda one: str(one))
-def test_no_key_takes_what_it_cannot_be(name: str, way: tuple[str | int, ...]) -> None:
+@pytest.mark.parametrize(("name", "way"), EVERY, ids=lambda value: str(value))
+def test_a_wrong_value_of_any_key_is_refused(name: str, way: tuple[str | int, ...]) -> None:
     _, make, tree = FILES[name]
     for wrong in OF_EVERY_TYPE:
         try:
-            read: Any = make(changed(tree, way, wrong))
+            read: Any = make(with_value(tree, way, wrong))
         except ConfigError as error:
-            said = str(error)
-            assert said.startswith("file: "), said
+            message = str(error)
+            assert message.startswith("file: "), message
             names = [str(way[-1]), *(str(part).removesuffix("es") for part in way[:1])]
-            assert ".".join(map(str, way)) in said or any(map(said.count, names)), said
-            assert "pydantic" not in said
+            assert ".".join(map(str, way)) in message or any(map(message.count, names)), message
+            assert "pydantic" not in message
             continue
         for part in way:
             named = isinstance(part, str) and not hasattr(read, part)
@@ -126,7 +127,7 @@ def test_all_files_have_keys_of_every_depth() -> None:
     assert depths == {"job": 4, "cluster": 5, "plan": 2, "lab": 5} and len(EVERY) > 120
 
 
-def test_an_unknown_key_at_any_depth_is_answered_with_the_nearest() -> None:
+def test_an_unknown_key_at_any_depth_gets_the_nearest_as_a_hint() -> None:
     for name, way in EVERY:
         _, make, tree = FILES[name]
         *before, last = way
@@ -134,11 +135,11 @@ def test_an_unknown_key_at_any_depth_is_answered_with_the_nearest() -> None:
         with pytest.raises(
             ConfigError, match=f"unknown key `{'.'.join(map(str, near))}`"
         ) as caught:
-            make(changed(tree, tuple(near), 1))
+            make(with_value(tree, tuple(near), 1))
         assert "did you mean" in str(caught.value) or "valid keys are" in str(caught.value)
 
 
-def test_every_error_is_of_the_house() -> None:
+def test_a_wrong_table_raises_a_roadtrain_error() -> None:
     pairs = itertools.product(FILES.values(), (None, [], "x", 3))
     for (_, make, _), wrong in pairs:
         if wrong is not None:

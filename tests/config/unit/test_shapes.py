@@ -1,5 +1,5 @@
-"""config/models.py against published parameter counts, formulas, and torch's own modules on
-meta."""
+"""Model shapes (config/models.py) against published parameter counts, formulas, and torch's modules
+on `meta`."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ PUBLISHED = {  # billions
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_the_published(name: str) -> None:
+def test_parameters_equal_the_published_numbers(name: str) -> None:
     assert shape(name).params / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
 def test_every_name_has_a_shape() -> None:
     for name in NAMES:
-        one = shape(name)
+        model = shape(name)
         assert (
-            one.params > 0
-            and one.flops > 0
-            and all(b.params >= 0 and b.saved > 0 for b in one.blocks)
+            model.params > 0
+            and model.flops > 0
+            and all(b.params >= 0 and b.saved > 0 for b in model.blocks)
         ), name
 
 
-def test_flops_are_megatrons() -> None:
+def test_flops_equal_megatrons_formula() -> None:
     """Narayanan et al. (2021), equation 3: with activation checkpointing."""
     layers, h, s, v = 30, 3072, 2048, 51200
     published = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -65,7 +65,7 @@ def test_flops_are_megatrons() -> None:
     ) == pytest.approx(published)
 
 
-def test_a_transformer_layer_is_torchs() -> None:
+def test_a_transformer_layer_has_the_parameters_of_torchs() -> None:
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True, norm_first=True)
         x = torch.empty(1, 64, 256)
@@ -120,7 +120,7 @@ def test_a_hugging_face_config() -> None:
     assert from_config(mixtral).params / 1e9 == pytest.approx(46.7, rel=0.01)
 
 
-def test_what_cannot_be_a_model() -> None:
+def test_impossible_models_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no model is called 'OPT-200B'") as caught:
         shape("OPT-200B")
     assert "OPT-175B" in caught.value.hint
@@ -135,7 +135,7 @@ def test_what_cannot_be_a_model() -> None:
         "intermediate_size": 100,
     }
     assert from_config(whole).params > 0
-    for more, said in (
+    for more, message in (
         ({"hidden_size": 4097}, "hidden_size 4097 is not divisible by 32 heads"),
         ({"head_dim": 256}, "needs head_dim = 128, but the config has 256"),
         ({"attention_bias": True}, "does not count the config's `attention_bias`"),
@@ -145,22 +145,22 @@ def test_what_cannot_be_a_model() -> None:
         ({"vocab_size": None}, "has none of vocab_size"),
         ({"hidden_size": "wide"}, "hidden_size of a model's config is 'wide'"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             from_config({**whole, **more})
 
 
-def test_the_length_of_samples_is_given_or_said() -> None:
+def test_the_sample_length_is_assumed_or_checked() -> None:
     assert named_shape("GPT-2").notes == (
         "samples of 1024 tokens (as published; change with --seq-len)",
     )
     assert named_shape("GPT-2", 512).tokens == 512 and not named_shape("GPT-2", 512).notes
-    for name, length, said in (
+    for name, length, message in (
         ("GPT-2", 2048, "but the model allows 1 to 1024"),
         ("GPT-2", -1, "samples have -1 tokens"),
         ("ResNet-50", 5, "have no tokens"),
         ("LLaMA-7B", 0, "samples have 0 tokens"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             named_shape(name, length)
     assert chosen_length(None, 131072)[0] == chosen_length(None, None)[0] == 4096
     assert "the model's longest is 131072" in chosen_length(None, 131072)[1][0]

@@ -1,5 +1,5 @@
-"""Each local worker's own device, and that streams and events are asked of it: by a torch whose
-cuda only records."""
+"""The device of each local worker, and that streams and events belong to it, with a fake torch
+whose cuda only records calls."""
 
 import ctypes
 import faulthandler
@@ -19,7 +19,7 @@ from roadtrain.kernels import gpu
 from roadtrain.kernels.rules import SgdRule
 from roadtrain.streaming import activations
 
-ONE = torch.device("cuda", 1)
+CUDA_1 = torch.device("cuda", 1)
 
 
 class Event:
@@ -54,8 +54,8 @@ class Stream:
 
 
 class Cuda:
-    """torch.cuda of a process with `count` devices; the current one is 0 until someone sets it.
-    `used`: what copies, registrations and launches found to be the current device."""
+    """Fake torch.cuda with `count` devices; the current device is 0 until it is set. used: Current
+    device at each copy, registration and launch."""
 
     Event = Event
 
@@ -106,7 +106,7 @@ class Cuda:
 
 
 class Torch:
-    """torch with that cuda; what is made on a device of it lies on the host."""
+    """torch with the fake cuda; tensors on its devices are host tensors."""
 
     def __init__(self, count):
         self.cuda = self.accelerator = Cuda(count)
@@ -134,72 +134,75 @@ def cuda(monkeypatch):
     return fake.cuda
 
 
-def launched(rank, workers=1):
+def launch_environment(rank, workers=1):
     return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
 
 
 def test_a_local_worker_computes_on_the_device_of_its_rank(cuda):
-    assert own_device("cuda", environ=launched(1, 2)) == ONE
-    assert cuda.current == 1  # so that the program's own .to("cuda") goes to the same one
-    assert own_device("cuda:0", environ=launched(1, 2)) == torch.device("cuda", 0)
+    assert own_device("cuda", environ=launch_environment(1, 2)) == CUDA_1
+    assert cuda.current == 1  # so that the program's own .to("cuda") uses the same device
+    assert own_device("cuda:0", environ=launch_environment(1, 2)) == torch.device("cuda", 0)
 
 
-def test_a_worker_on_another_ones_device_is_told(cuda):
-    said = []
-    assert own_device("cuda:0", said.append, launched(1, 2)) == torch.device("cuda", 0)
+def test_a_worker_on_the_device_of_another_is_reported(cuda):
+    lines = []
+    assert own_device("cuda:0", lines.append, launch_environment(1, 2)) == torch.device("cuda", 0)
     # Rule 6
-    assert said[0].startswith(
+    assert lines[0].startswith(
         "worker 1 of 2 on this host computes on cuda:0, which another worker may use"
     )
-    own_device("cuda:1", said.append, launched(1, 2))
-    own_device("cuda:0", said.append, launched(0, 1))
-    assert len(said) == 1
+    own_device("cuda:1", lines.append, launch_environment(1, 2))
+    own_device("cuda:0", lines.append, launch_environment(0, 1))
+    assert len(lines) == 1
 
 
 def test_a_device_that_the_program_set_is_kept(cuda):
     cuda.current = 1
-    assert own_device("cuda", environ=launched(0, 2)) == ONE
+    assert own_device("cuda", environ=launch_environment(0, 2)) == CUDA_1
 
 
 @pytest.mark.parametrize(
-    ("asked", "environ", "says"),
+    ("requested", "environ", "message"),
     [
-        ("cuda", launched(2, 3), r"no cuda:2: torch sees 2 cuda devices, but LOCAL_RANK is 2"),
-        ("cuda", launched("x"), r"LOCAL_RANK is not an integer"),
-        ("cuda:5", launched(0), r"cuda:5 is requested, but torch sees 2"),
-        ("xpu", launched(0), r"xpu is not supported, only cuda and cpu are"),
+        (
+            "cuda",
+            launch_environment(2, 3),
+            r"no cuda:2: torch sees 2 cuda devices, but LOCAL_RANK is 2",
+        ),
+        ("cuda", launch_environment("x"), r"LOCAL_RANK is not an integer"),
+        ("cuda:5", launch_environment(0), r"cuda:5 is requested, but torch sees 2"),
+        ("xpu", launch_environment(0), r"xpu is not supported, only cuda and cpu are"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(cuda, asked, environ, says):
-    with pytest.raises(ConfigError, match=says):  # Rule 6
-        own_device(asked, environ=environ)
+def test_a_missing_device_is_refused(cuda, requested, environ, message):
+    with pytest.raises(ConfigError, match=message):  # Rule 6
+        own_device(requested, environ=environ)
 
 
-def test_without_cuda_it_is_refused():
+def test_a_cuda_device_without_cuda_is_refused():
     with pytest.raises(ConfigError, match=r"cuda:0 is requested, but torch sees 0 cuda device"):
-        own_device("cuda", environ=launched(0))
+        own_device("cuda", environ=launch_environment(0))
 
 
-def test_workers_that_each_see_one_device_are_told(monkeypatch):
+def test_workers_that_each_see_one_device_are_reported(monkeypatch):
     monkeypatch.setattr(module, "torch", Torch(1))
-    said = []
-    assert own_device("cuda", said.append, launched(3, 4)) == torch.device("cuda", 0)
-    assert said == ["this host has 4 workers and this one sees 1 cuda device, which it uses"]
+    lines = []
+    assert own_device("cuda", lines.append, launch_environment(3, 4)) == torch.device("cuda", 0)
+    assert lines == ["this host has 4 workers and this one sees 1 cuda device, which it uses"]
 
 
-def test_a_model_on_the_cpu_beside_an_accelerator_is_one_line(cuda, monkeypatch):
+def test_a_model_on_the_cpu_beside_an_accelerator_is_reported(cuda, monkeypatch):
     assert "this host has 2 cuda device(s)" in idle_accelerator(torch.device("cpu"))  # Rule 6
-    assert not idle_accelerator(ONE)
+    assert not idle_accelerator(CUDA_1)
     monkeypatch.setattr(module, "torch", torch)
     assert torch.accelerator.is_available() or not idle_accelerator(torch.device("cpu"))
 
 
-def test_a_buffers_streams_and_events_are_those_of_its_device(cuda):
-    """While the thread's current device is another: that of who delivers messages, or starts
-    the program."""
-    buffer = HostBuffer(4096, ONE)
-    side = HostBuffer._copy_streams[ONE]
-    assert cuda.used == [1] and side.device == ONE and cuda.current == 0
+def test_a_buffer_uses_the_streams_and_events_of_its_device(cuda):
+    """Even if the thread's current device is another, as in a thread that delivers messages."""
+    buffer = HostBuffer(4096, CUDA_1)
+    side = HostBuffer._copy_streams[CUDA_1]
+    assert cuda.used == [1] and side.device == CUDA_1 and cuda.current == 0
     assert buffer._used.stream is cuda.compute[1]
     buffer.to_device(4096)
     assert buffer._copied.stream is side and side.waits == [cuda.compute[1]]
@@ -209,12 +212,12 @@ def test_a_buffers_streams_and_events_are_those_of_its_device(cuda):
     assert buffer._used.stream is cuda.compute[1]
     done = buffer.from_device(4096)
     assert done.stream is side and side.waits[-1] is cuda.compute[1]
-    assert [stream.device for stream in cuda.entered] == [ONE, ONE]
+    assert [stream.device for stream in cuda.entered] == [CUDA_1, CUDA_1]
     buffer.close()
     assert not cuda.registered
 
 
-def test_every_device_has_a_side_stream_of_its_own(cuda):
+def test_every_device_has_its_own_side_stream(cuda):
     buffers = [HostBuffer(4096, torch.device("cuda", i)) for i in (0, 1, 1)]
     for buffer in buffers:
         buffer.to_device(4096)
@@ -224,8 +227,8 @@ def test_every_device_has_a_side_stream_of_its_own(cuda):
         buffer.close()
 
 
-def test_asking_whether_a_copy_is_over_does_not_wait(cuda):
-    buffer = HostBuffer(4096, ONE)
+def test_querying_a_copy_does_not_wait(cuda):
+    buffer = HostBuffer(4096, CUDA_1)
     assert buffer.copying() is None
     buffer.to_device(4096)
     event = buffer.copying()
@@ -236,11 +239,11 @@ def test_asking_whether_a_copy_is_over_does_not_wait(cuda):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says that it is on cuda:1."""
+    """A tensor that claims to be on cuda:1."""
 
     @property
     def device(self):
-        return ONE
+        return CUDA_1
 
 
 def test_block_inputs_are_copied_on_their_own_device_and_waited_for_without_the_lock(
@@ -251,16 +254,16 @@ def test_block_inputs_are_copied_on_their_own_device_and_waited_for_without_the_
     monkeypatch.setattr(Event, "synchronize", lambda self: locked.append(keep._lock.locked()))
     tensor = torch.full((1 << 16,), 3.0).as_subclass(OnDevice)
     ticket = keep.save(tensor)
-    assert ticket.event.stream is keep._streams[ONE] and keep._streams[ONE].waits == [
+    assert ticket.event.stream is keep._streams[CUDA_1] and keep._streams[CUDA_1].waits == [
         cuda.compute[1]
     ]
-    ticket.device = torch.device("cpu")  # its way back is not what is tried here
+    ticket.device = torch.device("cpu")  # copying it back is not tested here
     assert torch.equal(keep.load(ticket), torch.full((1 << 16,), 3.0))
-    assert locked == [False]  # others save and free while it waits
+    assert locked == [False]  # others can save and free during the wait
     keep.close()
 
 
-def test_a_kernel_is_launched_on_its_tensors_device(monkeypatch):
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     """Triton launches on the current device."""
     inside, seen = [], []
 
@@ -288,7 +291,7 @@ def test_a_kernel_is_launched_on_its_tensors_device(monkeypatch):
 
 
 def advised(address):
-    """The kernel's flags of the mapping that `address` lies in."""
+    """The kernel's flags of the memory mapping that contains `address`."""
     with open("/proc/self/smaps") as file:
         here = False
         for line in file:
@@ -302,13 +305,13 @@ def advised(address):
 
 
 @pytest.mark.parametrize("nbytes", [1, 5 << 20])
-def test_a_forked_child_has_no_part_in_buffers_of_direct_io(nbytes):
-    """device/buffers.py, NOTE fork: no page is copied for the parent while a device reads into
-    it."""
+def test_a_forked_child_cannot_touch_buffers_of_direct_io(nbytes):
+    """Note fork in device/buffers.py: the kernel must not copy a page for the parent while a device
+    reads into it."""
     buffer = Buffer(nbytes)
     buffer.view[:] = bytes([7]) * len(buffer.view)
     at = ctypes.addressof(ctypes.c_char.from_buffer(buffer.view))
-    # no bytes go to a forked child
+    # a forked child gets no bytes of it
     assert "wf" in advised(at) and "wf" in advised(at + len(buffer.view) - 1)
     child = os.fork()
     if child == 0:
@@ -322,9 +325,9 @@ def test_a_forked_child_has_no_part_in_buffers_of_direct_io(nbytes):
     assert bytes(buffer.view[:3]) == b"\7\7\7"
 
 
-def test_a_buffer_that_ends_in_a_forked_child_ends_nothing_else_there():
-    """A DataLoader's worker collects what it inherited: what it mapped itself since then is
-    still there."""
+def test_freeing_a_buffer_in_a_forked_child_leaves_other_mappings_intact():
+    """A DataLoader worker garbage-collects inherited buffers: mappings that it made itself must
+    survive."""
     inherited = [Buffer(1 << 20) for _ in range(20)]
     child = os.fork()
     if child == 0:

@@ -29,7 +29,7 @@ PAPERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 def check_roadtrain(words):
-    """`roadtrain COMMAND ...` as the command line would take it."""
+    """Parse `roadtrain COMMAND ...` as the command line would."""
     words = words[words.index("roadtrain") + 1 :]
     several = any(name.startswith(f"{words[0]} ") for name in cli.COMMANDS)
     name, rest = (" ".join(words[:2]), words[2:]) if several else (words[0], words[1:])
@@ -42,12 +42,12 @@ def test_jobs_load(name):
 
 
 def cluster_files(tmp_path):
-    """What the writers make of the example's plan and job."""
+    """Files that the writers generate from the example's plan and job."""
     home = EXAMPLES / "cluster"
     plan, job = load_plan_file(home / "plan.toml"), load_job(home / "job.toml")
     run = resolve(plan, job, name="small", addresses={}, token="REPLACE")
     write_slurm(run, tmp_path / "slurm")
-    (tmp_path / "slurm" / "token").unlink()  # which is not in the repository
+    (tmp_path / "slurm" / "token").unlink()  # the token is not in the repository
     write_kubernetes(run, tmp_path, "IMAGE")
     (tmp_path / "run.yaml").rename(tmp_path / "kubernetes.yaml")
     return {
@@ -57,8 +57,9 @@ def cluster_files(tmp_path):
     }
 
 
-def test_the_files_for_slurm_and_kubernetes_are_what_the_plan_gives(tmp_path):
-    """After a change of a writer: `UPDATE_EXAMPLES=1 pytest tests/documentation/unit/test_examples.py`."""
+def test_the_files_for_slurm_and_kubernetes_are_up_to_date(tmp_path):
+    """After changing a writer run `UPDATE_EXAMPLES=1 pytest
+    tests/documentation/unit/test_examples.py`."""
     written = cluster_files(tmp_path)
     assert len(written) == 3
     for path, text in written.items():
@@ -69,12 +70,12 @@ def test_the_files_for_slurm_and_kubernetes_are_what_the_plan_gives(tmp_path):
         assert kept.read_text() == text
 
 
-def test_readme_fits_its_frame():
+def test_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_papers_link_to_what_is_there(name):
+def test_links_in_papers_exist(name):
     links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text())
     assert not [link for link in links if not (ROOT / link).exists()]
 
@@ -82,8 +83,8 @@ def test_papers_link_to_what_is_there(name):
 def test_readme_names_commands_that_exist():
     text = (ROOT / "README.md").read_text()
     named = set(re.findall(r"`roadtrain ([a-z][a-z-]+)", text))
-    known = {name.split()[0] for name in cli.COMMANDS}
-    assert named and named <= known
+    commands = {name.split()[0] for name in cli.COMMANDS}
+    assert named and named <= commands
 
 
 def calls_of(path):
@@ -97,7 +98,7 @@ def calls_of(path):
 
 
 PAGES = [ROOT / "README.md", *GUIDES]
-# Everything else that a page may type.
+# All other commands that a page may use.
 PROGRAMS = {"apt-get", "cd", "curl", "echo", "git", "kubectl", "make", "mkdir", "pip", "python"}
 PROGRAMS |= {"ray", "sbatch", "truncate", "sleep", "tail", "torchrun", "wait", "."}
 PROGRAMS |= {"examples/two-clusters/run.sh"}
@@ -109,7 +110,7 @@ def test_commands_in_the_docs_parse(page):
         if "roadtrain" in words:
             check_roadtrain(words[words.index("roadtrain") :])
             continue
-        if words[0].startswith("(umask"):  # makes a token
+        if words[0].startswith("(umask"):  # creates a token
             continue
         assert words[0] in PROGRAMS, words
         for word in words[1:]:
@@ -125,8 +126,8 @@ BASE_JOB = {"model": {"config": {"model_type": "llama"}}}
 
 
 def load_file(title, text, folder):
-    """Check a TOML block by the schema of the file that its title names; without one, as a part of
-    a job."""
+    """Check a TOML block against the schema of the file named in its title; without a title, as
+    part of a job."""
     path = folder / (title or "part.toml")
     path.write_text(text)
     if path.stem.startswith("cluster"):
@@ -146,26 +147,29 @@ def test_toml_in_the_docs_loads(page, tmp_path):
 
 
 def check_call(node, found):
-    """That a call of roadtrain's names no argument that does not exist."""
+    """Check that every argument in a call of a roadtrain function exists."""
     parameters = inspect.signature(found).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for keyword in node.keywords:
         assert keyword.arg in parameters, f"{ast.unparse(node)}: no {keyword.arg}"
 
 
 def check_python(text):
-    """The block compiles, what it imports exists, and so do the arguments of roadtrain's calls."""
+    """Check that the block compiles and that its imports and the arguments of roadtrain calls
+    exist."""
     names = {}
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "roadtrain":
             module = importlib.import_module(node.module)
-            names |= {one.asname or one.name: getattr(module, one.name) for one in node.names}
+            names |= {
+                alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
+            }
         elif isinstance(node, ast.Import):
-            for one in node.names:
-                if one.asname and one.name.startswith("roadtrain."):
-                    names[one.asname] = importlib.import_module(one.name)
+            for alias in node.names:
+                if alias.asname and alias.name.startswith("roadtrain."):
+                    names[alias.asname] = importlib.import_module(alias.name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner = roadtrain if node.value.id == "roadtrain" else names.get(node.value.id)
@@ -177,7 +181,7 @@ def check_python(text):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_python_in_the_docs_fits_the_code(page):
+def test_python_in_the_docs_matches_the_code(page):
     for block in blocks_of(page.read_text()):
         if block.kind == "python":
             check_python(block.text)

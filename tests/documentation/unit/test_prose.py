@@ -1,4 +1,5 @@
-"""Prose that a reader stumbles on: the counts may only fall. Lower a number here when one has."""
+"""Counts of hard-to-read prose, which may only fall. Lower a number here when its count has
+fallen."""
 
 from __future__ import annotations
 

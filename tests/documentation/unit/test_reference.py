@@ -23,7 +23,7 @@ def find(path):
 
 
 def documented():
-    """Every public function, class and method of the reference, by its name."""
+    """Names of all public functions, classes and methods in the reference."""
     for path, methods in generate.REFERENCE.items():
         yield path, find(path)
         for method in methods:
@@ -97,7 +97,7 @@ def test_files_and_members_that_pages_name_exist():
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for name in re.findall(r"`([\w/]+\.py)`", text):
             if not any(f"/{path}".endswith(f"/{name}") for path in CODE) and "paced" not in name:
-                wrong.append(f"{page.name}: {name}")  # the exercise in CONTRIBUTING makes `paced`
+                wrong.append(f"{page.name}: {name}")  # the exercise in CONTRIBUTING creates `paced`
         for owner, member in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)[`(]", text):
             if member not in members.get(owner, ()):
                 wrong.append(f"{page.name}: {owner}.{member}")
@@ -105,11 +105,11 @@ def test_files_and_members_that_pages_name_exist():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_of_options_are_made(page):
+def test_tables_of_options_are_up_to_date(page):
     assert "<!-- options" not in generate.option_tables(page.read_text())
 
 
-def test_a_table_of_options_that_do_not_exist_is_refused():
+def test_a_table_of_unknown_options_is_refused():
     with pytest.raises(ValueError, match="no surprise"):
         generate.option_tables("<!-- options: Files | surprise -->")
 

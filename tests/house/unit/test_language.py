@@ -1,4 +1,5 @@
-"""LANGUAGE, which both sides of a link show in the handshake, is the digest of every message."""
+"""LANGUAGE, which both sides of a link exchange in the handshake, is the digest of all message
+definitions."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ def test_a_number_is_used_once() -> None:
     assert len(set(numbers)) == len(numbers) == len(kinds())
 
 
-def test_the_language_is_that_of_the_messages() -> None:  # Rule 8
-    """Where this fails because messages have changed, the other digest is that of now. A field that
-    means something else under the same type needs another EDITION."""
+def test_the_language_is_the_digest_of_the_messages() -> None:  # Rule 8
+    """If messages have changed, the failure shows their new digest. A field whose meaning changes
+    under the same type needs a new EDITION."""
     headers = {number: header for room in ROOMS for number, header in room.HEADERS.items()}
     words = {f"{name} = {number}": headers[number] for name, number in kinds().items()}
     others = {

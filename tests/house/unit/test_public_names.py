@@ -1,4 +1,4 @@
-"""What users may rely on; a change here is made on purpose."""
+"""Public names and defaults that users rely on; change them only on purpose."""
 
 from __future__ import annotations
 
@@ -213,8 +213,8 @@ def test_keys_of_a_job() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_and_what_sums_import_no_torch() -> None:
-    """torch takes seconds and 200 MB, in each process of a relay or a reducer too."""
+def test_the_command_line_relays_and_reducers_import_no_torch() -> None:
+    """Importing torch takes seconds and 200 MB, in each relay or reducer too."""
     code = (
         "import sys, roadtrain.cli, roadtrain.training.status, roadtrain.relay.relay,"
         " roadtrain.sums.reducer, roadtrain; sys.exit('torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Which code the tests run: that of their own tree, in every process."""
+"""The tests run the code of their own tree, in every process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def test_a_process_that_a_test_starts_runs_this_tree(package, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("package", WHERE)
 def test_another_trees_package_is_refused_with_both_paths(package, tmp_path):
-    """Someone ran `pytest` in one checkout while another one is installed."""
+    """For example when `pytest` runs in a checkout while another checkout is installed."""
     other = tmp_path / package / "__init__.py"
     other.parent.mkdir()
     other.touch()
@@ -45,7 +45,7 @@ def test_another_trees_package_is_refused_with_both_paths(package, tmp_path):
         capture_output=True,
         text=True,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, said
-    assert f"finds {other}" in said and str(ROOT / WHERE[package]) in said, said
-    assert "hint: " in said
+    output = done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, output
+    assert f"finds {other}" in output and str(ROOT / WHERE[package]) in output, output
+    assert "hint: " in output

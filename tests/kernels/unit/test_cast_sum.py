@@ -1,4 +1,4 @@
-"""Conversions and sums: every 16-bit pattern, rounding, the bits of the reference."""
+"""Conversions and sums: every 16-bit pattern, rounding, and bits equal to the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_pattern_there_and_every_rounding_back(dtype):
+def test_every_pattern_converts_and_every_rounding_is_right(dtype):
     half = np.arange(65536, dtype=np.uint32).astype(np.uint16)
     wide = np.empty(65536, np.float32)
     c.cast(half, dtype, wide, "fp32")
@@ -77,7 +77,7 @@ def test_accumulate_and_squares(dtype, n):
     assert s.sum_squares(grad, dtype) == pytest.approx(exact, rel=1e-12)
 
 
-def test_squares_tell_of_inf_and_nan():
+def test_squares_show_inf_and_nan():
     x = data(100, "fp32")
     x[50] = np.inf
     assert s.sum_squares(x, "fp32") == np.inf
@@ -97,7 +97,7 @@ def test_sum_of_buffers_in_order(dtype, k, n):
         s.sum_k(mine, [*buffers, data(n + 1, dtype)], dtype)
 
 
-def test_gradients_of_several_dtypes_in_order_made_one_after_another():  # Rule 1
+def test_gradients_of_several_dtypes_are_widened_one_by_one_and_summed_in_order():  # Rule 1
     n, dtypes = 1003, ["bf16", "fp32", "fp16", "fp32"]
     grads = [(data(n, dtype, i), dtype) for i, dtype in enumerate(dtypes)]
     plain = c.reference_widen(*grads[0])
@@ -106,9 +106,9 @@ def test_gradients_of_several_dtypes_in_order_made_one_after_another():  # Rule 
     mine, memory = np.empty(n, np.float32), np.empty(n, np.float32)
 
     def made():
-        for i, one in enumerate(grads):
-            into = memory if i else mine  # the first lies in the sum itself
-            into[:] = c.reference_widen(*one)
+        for i, grad_and_dtype in enumerate(grads):
+            into = memory if i else mine  # the first is widened into the sum itself
+            into[:] = c.reference_widen(*grad_and_dtype)
             yield into, "fp32"
 
     for all_of_them in (grads, made()):

@@ -1,5 +1,5 @@
-"""Any elementwise torch optimizer on flat slices: the bits of torch itself; what is not
-elementwise is refused."""
+"""Any elementwise torch optimizer on flat slices: bits equal to torch's; optimizers that are not
+elementwise are refused."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ O = torch.optim  # noqa: E741
 
 
 class Lazy(O.Optimizer):
-    """A user's own: replaces tensors, appears late, counts in Python, keeps a setting outside
-    its groups."""
+    """A user's optimizer that replaces tensors, creates state late, counts in Python and keeps a
+    setting outside its groups."""
 
     def __init__(self, params, power, lr=0.1):
         self.power = power
@@ -57,7 +57,8 @@ class Secretive(Lazy):
 
 
 class Widened(O.SGD):
-    """A subclass of a native one changes the step: it must not go the native way."""
+    """A subclass of a natively supported optimizer that changes the step, so that the native rule
+    is wrong for it."""
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
@@ -79,7 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=[f"{c.__name__}{len(o)}" for c, o in CASES])
-def test_the_bits_of_torch_over_fifty_steps(cls, options):
+def test_fifty_steps_have_the_bits_of_torch(cls, options):
     generator = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.randn(37, 29, generator=generator))
     optimizer = cls([param], **{**options, **({"foreach": False} if "foreach" in options else {})})
@@ -107,12 +108,12 @@ def test_the_bits_of_torch_over_fifty_steps(cls, options):
 
 
 @pytest.mark.parametrize(("cls", "why"), [(Normed, "elementwise"), (Secretive, "outside")])
-def test_what_is_not_elementwise_is_refused(cls, why):
+def test_optimizers_that_are_not_elementwise_are_refused(cls, why):
     with pytest.raises(RuleError, match=why):
         rules_for(cls([torch.nn.Parameter(torch.ones(3))], power=0.7))
 
 
-def test_options_that_are_no_numbers_must_stay():
+def test_options_that_are_no_numbers_must_not_change():
     optimizer = O.NAdam([torch.nn.Parameter(torch.ones(3))])
     (rule,) = rules_for(optimizer)
     assert isinstance(rule, TorchRule)
@@ -122,7 +123,7 @@ def test_options_that_are_no_numbers_must_stay():
 
 
 class Halving(Rule):
-    """A user's own rule; `wrong` makes its kernel differ from its reference."""
+    """A user's update rule. wrong: Make its kernel differ from its reference."""
 
     name, arrays, wrong = "halving", ("seen",), False
 

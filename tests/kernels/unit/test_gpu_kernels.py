@@ -1,5 +1,5 @@
-"""The Triton kernels under triton's interpreter, in a process of its own (the interpreter is
-chosen at import)."""
+"""The Triton kernels under Triton's interpreter, in a separate process (the interpreter is chosen
+at import)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compare(n: int = 2500) -> None:
-    """Twin and CPU kernel, bit for bit."""
+    """Compare each Triton kernel with its CPU kernel bit for bit."""
     rng = np.random.default_rng(0)
     for cls, options in CASES:
         optimizer = cls([torch.nn.Parameter(torch.ones(1))], **options)
@@ -67,7 +67,7 @@ def compare(n: int = 2500) -> None:
 
 
 @pytest.mark.skipif(gpu.triton is None, reason="no triton: pip install triton")
-def test_twin_equals_cpu_kernel_in_the_interpreter():
+def test_triton_kernels_equal_the_cpu_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=170
@@ -75,7 +75,7 @@ def test_twin_equals_cpu_kernel_in_the_interpreter():
     assert done.stdout.strip() == "equal", done.stderr[-3000:]
 
 
-def test_without_triton_the_error_says_so(monkeypatch):
+def test_a_missing_triton_is_reported(monkeypatch):
     monkeypatch.setattr(gpu, "triton", None)
     p = torch.ones(3)
     with pytest.raises(RuleError, match="triton"):

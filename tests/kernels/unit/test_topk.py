@@ -1,4 +1,4 @@
-"""Top-k: exact count and the bits of a stable sort, whatever the data."""
+"""Top-k: the exact count and the bits of a stable sort for any data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data(kind, dtype, n=N):
     elif kind == "special":
         x[::1000], x[1::1500], x[5::900] = np.nan, -np.inf, np.inf
         x[7::800] *= np.float32(1e-42)
-    # all that is large stands in one place: a sample and a range see it unevenly
+    # all large values are adjacent, so samples and ranges see them unevenly
     elif kind == "front":
         x[: n // 50] *= 1e6
     elif kind == "periodic":
@@ -45,7 +45,7 @@ def run(function, x, dtype, k):
     "kind", ["normal", "ties", "sparse", "constant", "special", "front", "periodic"]
 )
 @pytest.mark.parametrize("k", [0, 1, 700, 35_000, N])
-def test_equals_a_stable_sort(dtype, kind, k):
+def test_top_k_equals_a_stable_sort(dtype, kind, k):
     x = data(kind, dtype)
     plain = run(reference_top_k, x, dtype, k)
     mine = run(topk.top_k, x, dtype, k)
@@ -62,7 +62,7 @@ def test_small_arrays(n):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_scatter_brings_back_what_was_selected(dtype):
+def test_scatter_restores_the_selected_values(dtype):
     x = data("normal", dtype)
     idx, val = np.zeros(999, np.uint32), np.zeros(999, NUMPY_OF[dtype])
     topk.top_k(x, dtype, 999, idx, val)
@@ -78,7 +78,7 @@ def test_scatter_brings_back_what_was_selected(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_error_feedback_keeps_what_was_not_sent(dtype):
+def test_error_feedback_keeps_unsent_values(dtype):
     mine, plain = np.zeros(N, np.float32), np.zeros(N, np.float32)
     for step in range(5):
         grad = (

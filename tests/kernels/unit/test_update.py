@@ -1,4 +1,5 @@
-"""Rules: bits of the reference (Rule 1), torch's own numbers over 50 steps, refusals."""
+"""Update rules: bits equal to the reference (Rule 1), agreement with torch over 50 steps,
+refusals."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ CASES = [
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES]
 ADAMW = 8  # of CASES
-# Each pair of formats compiles a loop of its own. Three of the nine, in which every format of a
-# gradient and of a copy is met; another three for the next case.
+# Each pair of formats compiles its own loop. A case takes three of the nine pairs, which include
+# every format of a gradient and of a copy; the next case takes another three.
 SOME = [[FORMATS[3 * i + (i + k) % 3] for i in range(3)] for k in range(3)]
 COMPILED = [
     pytest.param(
@@ -84,8 +85,8 @@ def test_kernel_equals_reference_in_any_cut(cls, options, formats):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
-    """Aligned copies take that way, others do not; any length, so that the vector loop's rest
-    is met."""
+    """Only aligned copies are written past the cache; all lengths occur, so that the remainder of
+    the vector loop is tested."""
     for n in (1, 31, 1003):
         raw = np.zeros(2 * n + 64, np.uint8)
         first = -raw.ctypes.data % 32
@@ -110,9 +111,9 @@ def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
 def test_torch_parity_two_ulp_a_step(cls, options):
-    """Each step starts from torch's own state. Nothing cancels here (one sign, parameters far
-    from zero): where sums cancel, an ulp of what enters is many ulp of what comes out, for torch
-    as for us."""
+    """Each step starts from torch's state. No sums cancel here (equal signs, parameters far from
+    zero): with cancellation an ulp of the input becomes many ulp of the result, in torch as
+    well."""
     param, optimizer, generator = make(cls, {**options, "lr": options["lr"] * 0.1})
     sign = -1 if options.get("maximize") else 1
     param.data.abs_().add_(8)
@@ -136,7 +137,7 @@ def test_torch_parity_two_ulp_a_step(cls, options):
         rule.apply(p, grad, "fp32", arrays, row, hyper, 1.0, None, None)
         theirs = [param.detach().numpy(), *(optimizer.state[param][n].numpy() for n in rule.arrays)]
         for name, mine, his, was in zip(["p", *rule.arrays], [p, *arrays], theirs, before):
-            # squares: by what enters the update
+            # squares: relative to the value used in the update
             if name in ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"):
                 mine, his, was = np.sqrt(mine), np.sqrt(his), np.sqrt(was)
             ulp = np.max(np.abs([mine, his, was]), axis=0) * np.float32(2**-23)
@@ -170,7 +171,7 @@ def test_torch_parity_over_fifty_free_steps(cls, options):
     assert (cls is Lion) <= np.array_equal(p, param.detach().numpy())
 
 
-def test_scheduler_is_read_at_each_step():
+def test_the_scheduler_is_read_at_each_step():
     param, optimizer, _ = make(O.AdamW, {"lr": 0.1})
     (rule,) = rules_for(optimizer)
     schedule = O.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -188,7 +189,7 @@ def test_each_group_has_its_rule():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_short_name_has_a_compiled_rule_of_the_size_that_is_said(name):
+def test_each_short_name_has_a_compiled_rule_of_the_documented_size(name):
     module, _, kind = OPTIMIZERS[name].path.partition(":")
     optimizer = getattr(importlib.import_module(module), kind)([torch.ones(1)], lr=0.1)
     (rule,) = rules_for(optimizer)

@@ -1,4 +1,5 @@
-"""What a supervisor and its agents say, and how the end of workers is told: values alone."""
+"""Messages between a supervisor and its agents, and reports of the end of workers, without
+processes."""
 
 import os
 import random
@@ -26,14 +27,14 @@ from roadtrain.launch.processes import HostFile, Process, Role
 from roadtrain.launch.worker_run import ALL_END_S, WorkerRun
 
 
-def test_messages_arrive_as_they_were_sent():
+def test_messages_are_decoded_as_sent():
     files = (HostFile("/run/token", "geheim\n", secret=True),)
     process = Process("worker 0", Role.WORKER, "gpu0", ("-m", "x"), "/run", {"RANK": "0"}, files)
     for message in (BeginProcess(process), EndProcess("worker 0", 2.5)):
         line = encode_line(message)
         assert line.count(b"\n") == 1 and TO_AGENT.decode(line) == message
-    for said in (AgentReady(8), ProcessExited("s", -9, "é\n"), OutputLine("w", "\x00")):
-        assert FROM_AGENT.decode(encode_line(said)) == said
+    for event in (AgentReady(8), ProcessExited("s", -9, "é\n"), OutputLine("w", "\x00")):
+        assert FROM_AGENT.decode(encode_line(event)) == event
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_messages_arrive_as_they_were_sent():
         b"\xff\xfe",
     ],
 )
-def test_what_is_no_message_is_refused(line):
+def test_invalid_messages_are_refused(line):
     """Rule 8"""
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
         TO_AGENT.decode(line)
@@ -60,8 +61,8 @@ def test_a_message_beyond_the_limit_is_refused_with_both_numbers():
         encode_line(OutputLine("a", "x" * MESSAGE_LIMIT))
 
 
-def test_lines_are_the_same_however_their_bytes_come():
-    """Rule 4: what has no end is held up to the limit."""
+def test_lines_do_not_depend_on_how_their_bytes_are_split():
+    """Rule 4: an unfinished line is buffered only up to the limit."""
     rng = random.Random(3)
     text = b"".join(
         bytes(rng.choices(b"ab\n", weights=[5, 5, 1], k=rng.randrange(40))) for _ in "x" * 50
@@ -79,8 +80,8 @@ def test_lines_are_the_same_however_their_bytes_come():
         assert splitter.last() == []
 
 
-def ended(run, *ends):
-    """Which ends asked for the others to be killed."""
+def ends_that_kill_others(run, *ends):
+    """Report the ends of workers. Returns those whose end requires the others to be killed."""
     killing = []
     for name, code, at in ends:
         if run.end(name, code, f"{name} said", at):
@@ -93,35 +94,35 @@ def run_of(*names, **state):
     return WorkerRun(2, dict.fromkeys(names, "gpu0"), **state)
 
 
-def test_the_first_worker_that_fails_ends_the_others_and_is_told():
+def test_the_first_worker_that_fails_ends_the_others_and_is_reported():
     run = run_of("a", "b", "c")
-    assert ended(run, ("b", 1, 5.0), ("c", -9, 5.1)) == ["b"]
+    assert ends_that_kill_others(run, ("b", 1, 5.0), ("c", -9, 5.1)) == ["b"]
     assert run.ended() is None
-    assert ended(run, ("a", -9, 5.2)) == []
+    assert ends_that_kill_others(run, ("a", -9, 5.2)) == []
     assert (end := run.ended()) is not None
     assert (end.attempt, end.code, end.first, end.last_line) == (2, 1, "b", "b said")
 
 
-def test_workers_that_were_asked_to_end_are_let_alone():
+def test_workers_asked_to_end_are_left_alone():
     run = run_of("a", "b", stopping=True)
-    assert ended(run, ("a", 130, 1.0), ("b", 130, 2.0)) == []
+    assert ends_that_kill_others(run, ("a", 130, 1.0), ("b", 130, 2.0)) == []
     assert run.ended().code == 130
 
 
 def test_a_worker_that_does_not_end_with_the_others_is_killed():
     """Rule 5"""
     run = run_of("a", "b")
-    assert ended(run, ("a", 0, 1.0)) == []
+    assert ends_that_kill_others(run, ("a", 0, 1.0)) == []
     assert run.end_late(1.0 + ALL_END_S - 0.1) == ""
     assert "b has not ended" in run.end_late(1.0 + ALL_END_S)
     assert run.end_late(1.0 + ALL_END_S + 1) == ""  # said once
-    assert ended(run, ("b", -9, 70.0)) == []
+    assert ends_that_kill_others(run, ("b", -9, 70.0)) == []
     assert (run.ended().code, run.ended().first) == (-9, "b")
-    assert ended(whole := run_of("a", "b"), ("a", 0, 1.0), ("b", 0, 2.0)) == []
+    assert ends_that_kill_others(whole := run_of("a", "b"), ("a", 0, 1.0), ("b", 0, 2.0)) == []
     assert whole.ended().code == 0
 
 
-def test_hosts_of_this_machine_share_its_devices_and_processors(monkeypatch):
+def test_hosts_of_this_machine_share_its_devices_and_cores(monkeypatch):
     machines = Machines(
         hosts=(
             PlanHost("gpu0", "gpu", workers=2),

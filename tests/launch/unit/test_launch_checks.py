@@ -1,5 +1,5 @@
-"""All that is wrong before a start (launch/checks.py, host_report.py), one sentence each. The engine
-runs `report_host` in this process, on temporary directories and free ports."""
+"""The checks before a start (launch/checks.py, host_report.py), each with a one-sentence error. The
+engine runs `report_host` in this process, on temporary directories and free ports."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
-OURS, THEIRS = (f"{one}-0000-4000-8000-000000000000" for one in ("11111111", "22222222"))
+OURS, THEIRS = (f"{prefix}-0000-4000-8000-000000000000" for prefix in ("11111111", "22222222"))
 PARAMS = 2 * 256 * 8 + 8 + 2 * (4 * 64 + 3 * 128 + 16)
 
 
 @dataclass
 class OneProcess:
-    """An engine whose hosts are all this process. changed: what a host tells otherwise than it
-    is."""
+    """An engine whose hosts are all this process. changed: Fields to replace in the report of a
+    host."""
 
     seen: dict[str, HostSeen]
     silent: Sequence[str] = ()
@@ -67,8 +67,8 @@ class OneProcess:
         assert words == checks.REPORT
         if host in self.silent:
             raise LaunchError(f"{host} answered nothing within 30 s", hint="is it up?")
-        asked = self.questions[host] = msgspec.convert(request, HostQuery)
-        return {**msgspec.to_builtins(report_host(asked)), **self.changed.get(host, {})}
+        query = self.questions[host] = msgspec.convert(request, HostQuery)
+        return {**msgspec.to_builtins(report_host(query)), **self.changed.get(host, {})}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,9 @@ def a_run(tmp_path: Path, *stores: str, workers: int = 1, **words: Any) -> Resol
         "model": {"config": LLAMA},
         "data": {"paths": [str(tmp_path / "text.txt")], "seq_len": 16},
     }
-    places = tuple(ServerPlace(one, free_port()) for one in stores or (str(tmp_path / "store"),))
+    places = tuple(
+        ServerPlace(store, free_port()) for store in stores or (str(tmp_path / "store"),)
+    )
     hosts = (
         PlanHost("gpu0", "gpu", "127.0.0.1", workers),
         PlanHost("spare0", "spare", "127.0.0.1", servers=places),
@@ -93,18 +95,18 @@ def a_run(tmp_path: Path, *stores: str, workers: int = 1, **words: Any) -> Resol
 
 
 def an_engine(run: ResolvedRun, devices: int = 0, **about: Any) -> OneProcess:
-    one = HostSeen("", "127.0.0.1", devices)
-    return OneProcess({h.name: replace(one, name=h.name) for h in run.machines.hosts}, **about)
+    seen = HostSeen("", "127.0.0.1", devices)
+    return OneProcess({h.name: replace(seen, name=h.name) for h in run.machines.hosts}, **about)
 
 
-def wrong(run: ResolvedRun, engine: OneProcess) -> str:
+def refusal_of(run: ResolvedRun, engine: OneProcess) -> str:
     with pytest.raises(LaunchError) as caught:
         check(run, engine)
     return str(caught.value)
 
 
 def a_store(directory: Path, width: int = PARAMS, job: str = OURS) -> None:
-    """A part of one server, which has committed step 3."""
+    """Create the part of a server that has committed step 3."""
     blocks = (("", (ParamSpec("w", (width,), "fp32", True, 0),)),)
     meta = StoreMeta(job, blocks, 65536, (GroupRule("sgd"),), directories=("a",))
     meta = replace(meta, owners=(0,) * len(meta.table.chunks))
@@ -117,22 +119,22 @@ def a_store(directory: Path, width: int = PARAMS, job: str = OURS) -> None:
     publish_part(directory)
 
 
-def test_nothing_is_wrong_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_a_valid_run_passes_and_no_file_is_changed(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     assert check(run, an_engine(run)) == []
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["text.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 
-def test_what_a_formula_counts_is_what_a_store_of_the_model_holds() -> None:
+def test_the_parameter_formula_equals_the_size_of_a_store() -> None:
     shape = shape_of(make_job({"model": {"config": LLAMA}, "data": {"seq_len": 16}}))
     assert shape is not None and shape.params == PARAMS
 
 
-def test_a_host_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_host_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = an_engine(run)
     del engine.seen["spare0"]
-    assert wrong(run, engine) == (
+    assert refusal_of(run, engine) == (
         "host spare0 (127.0.0.1) cannot be reached; 1 of the plan's 2 hosts are up"
     )
 
@@ -140,26 +142,26 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
 def test_a_plan_for_other_machines(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = OneProcess({"a": HostSeen("a", "127.0.0.1", 0)})
-    assert wrong(run, engine) == (
+    assert refusal_of(run, engine) == (
         "none of the plan's 2 hosts (gpu0, spare0) is up; the engine has 1 other host (a)"
     )
 
 
 def test_a_host_that_does_not_answer(tmp_path: Path) -> None:  # Rule 5
     run = a_run(tmp_path)
-    assert wrong(run, an_engine(run, silent=("gpu0",))) == (
+    assert refusal_of(run, an_engine(run, silent=("gpu0",))) == (
         "host gpu0 does not answer: gpu0 answered nothing within 30 s; is it up?"
     )
 
 
 def test_too_few_devices(tmp_path: Path) -> None:
     run = a_run(tmp_path, workers=2, run={"dir": str(tmp_path / "run"), "device": "cuda"})
-    said = "host gpu0 has 1 device, but the plan places 2 workers on it"
-    assert wrong(run, an_engine(run, devices=1)) == said
+    message = "host gpu0 has 1 device, but the plan places 2 workers on it"
+    assert refusal_of(run, an_engine(run, devices=1)) == message
     assert check(run, an_engine(run, devices=2)) == []
 
 
-def test_workers_that_share_processors_are_told_of(tmp_path: Path) -> None:
+def test_workers_that_share_cores_are_reported(tmp_path: Path) -> None:
     run = a_run(tmp_path, workers=3)
     engine = an_engine(run, changed={"gpu0": {"processors": 2}, "spare0": {"processors": 1}})
     assert check(run, engine) == ["host gpu0: 3 workers share 2 processors"]
@@ -169,10 +171,9 @@ def test_too_little_memory(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     plan = run.plan_file.plan.changed(host_bytes=1e9)
     run = replace(run, plan_file=replace(run.plan_file, plan=plan))
-    said = (
-        "host gpu0 has 1.0 GiB of memory, but the plan needs"  # and not what an engine gives away
-    )
-    assert wrong(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(said)
+    # and not the memory that an engine hands out
+    message = "host gpu0 has 1.0 GiB of memory, but the plan needs"
+    assert refusal_of(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(message)
 
 
 def with_cluster(run: ResolvedRun, device: str) -> ResolvedRun:
@@ -184,14 +185,14 @@ def with_cluster(run: ResolvedRun, device: str) -> ResolvedRun:
     return replace(run, plan_file=replace(run.plan_file, cluster=make_cluster({"hosts": hosts})))
 
 
-def test_a_host_whose_devices_are_not_seen(tmp_path: Path) -> None:
+def test_a_host_whose_devices_are_not_visible(tmp_path: Path) -> None:
     run = with_cluster(a_run(tmp_path), "A100")
     alone = {"spare0": {"machine": "another"}}
-    assert wrong(run, an_engine(run, changed=alone)) == (
+    assert refusal_of(run, an_engine(run, changed=alone)) == (
         "host gpu0 has 0 devices, but the plan places 1 worker on it (A100); run.device ="
         ' "cpu" in the job makes its workers compute on processors'
     )
-    # a lab's hosts are one machine, whose devices nobody emulates
+    # the hosts of a lab are one machine, and its devices are not emulated
     assert check(run, an_engine(run)) == [
         "host gpu0 has A100 in the plan's cluster, but no device is visible: the host's workers"
         " compute on processors"
@@ -209,12 +210,12 @@ def test_a_host_without_the_devices_that_the_others_have(tmp_path: Path) -> None
     run = replace(run, plan_file=plan)
     engine = an_engine(run)
     engine.seen["gpu0"] = replace(engine.seen["gpu0"], devices=1)
-    assert wrong(run, engine).startswith(
+    assert refusal_of(run, engine).startswith(
         "host gpu1 has 0 devices, but the plan places 1 worker on it;"
     )
 
 
-def test_numbers_of_the_job_that_are_not_the_plans_are_told_of(tmp_path: Path) -> None:
+def test_differences_between_job_and_plan_are_reported(tmp_path: Path) -> None:
     run = with_cluster(a_run(tmp_path), "cpu")
     cluster = run.plan_file.cluster
     assert cluster is not None
@@ -249,7 +250,7 @@ def a_staged_run(tmp_path: Path) -> ResolvedRun:
     return resolve(plan_file, make_job(words), name="x", addresses={}, token="")
 
 
-def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> None:
+def test_each_stage_stores_its_part_of_the_model(tmp_path: Path) -> None:
     run = a_staged_run(tmp_path)
     a_store(tmp_path / "s0", PARAMS // 2, OURS)
     a_store(tmp_path / "s1", PARAMS - PARAMS // 2, THEIRS)
@@ -260,7 +261,7 @@ def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> Non
 
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/mnt/store")
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/mnt/store does not exist, nor does its parent"
         f" {tmp_path}/mnt: is the disk mounted?"
     )
@@ -269,35 +270,37 @@ def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = a_run(tmp_path, f"{tmp_path}/file")
-    said = f"host spare0: store {tmp_path}/file is not writable: {tmp_path}/file is not a directory"
-    assert wrong(run, an_engine(run)) == said
+    message = (
+        f"host spare0: store {tmp_path}/file is not writable: {tmp_path}/file is not a directory"
+    )
+    assert refusal_of(run, an_engine(run)) == message
 
 
 def test_a_store_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/nope/store")
     run = a_run(tmp_path, f"{tmp_path}/link")
-    said = f"host spare0: store {tmp_path}/link is not writable: {tmp_path}/link is a dangling"
-    assert wrong(run, an_engine(run)).startswith(said)
+    message = f"host spare0: store {tmp_path}/link is not writable: {tmp_path}/link is a dangling"
+    assert refusal_of(run, an_engine(run)).startswith(message)
 
 
 def test_a_store_that_is_too_full(tmp_path: Path) -> None:
     huge = {**LLAMA, "hidden_size": 2**20}
     run = a_run(tmp_path, model={"config": huge})
-    said = wrong(run, an_engine(run))
-    assert said.startswith(f"store {tmp_path}/store on spare0: ")
-    assert "will be stored, but" in said and said.endswith("are free")
+    message = refusal_of(run, an_engine(run))
+    assert message.startswith(f"store {tmp_path}/store on spare0: ")
+    assert "will be stored, but" in message and message.endswith("are free")
 
 
 def test_a_store_that_another_run_uses(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     run = a_run(tmp_path)
     with closing(Locks([tmp_path / "store"])):
-        said = f"host spare0: store {tmp_path}/store is in use by another run"
-        assert wrong(run, an_engine(run)) == said
+        message = f"host spare0: store {tmp_path}/store is in use by another run"
+        assert refusal_of(run, an_engine(run)) == message
     assert check(run, an_engine(run)) == []
 
 
-def test_a_store_that_was_used_a_moment_ago(
+def test_a_store_in_use_a_moment_ago_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "store").mkdir()
@@ -310,7 +313,7 @@ def test_a_store_that_was_used_a_moment_ago(
 def test_a_store_of_another_model(tmp_path: Path) -> None:
     a_store(tmp_path / "store", width=100)
     run = a_run(tmp_path)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/store is of a different model: the store holds 100"
         f" parameters, but the job's model has {PARAMS:,}"
     )
@@ -320,13 +323,13 @@ def test_a_store_that_is_damaged(tmp_path: Path) -> None:
     a_store(tmp_path / "store")
     (tmp_path / "store" / "gen-1" / "store.json").write_bytes(b"{}")
     run = a_run(tmp_path)
-    assert f"store {tmp_path}/store cannot be opened: " in wrong(run, an_engine(run))
+    assert f"store {tmp_path}/store cannot be opened: " in refusal_of(run, an_engine(run))
 
 
 def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/store belongs to another run: the store is of job {OURS}, at"
         f" step 3, but {tmp_path}/run has no mark of any job; give the plan another directory, or"
         " set run.new_store = true to go on from this store"
@@ -337,13 +340,13 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     ]
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"host spare0: store {tmp_path}/store belongs to another run: the store is of job {OURS}, at"
         f" step 3, but the run in {tmp_path}/run is of job {THEIRS}, at step 9"
     )
 
 
-def test_a_host_that_computed_before_a_new_plan_knows_the_run(tmp_path: Path) -> None:
+def test_a_former_worker_host_vouches_for_the_run_of_a_store(tmp_path: Path) -> None:
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
     spares = (PlanHost("old", "gpu", "127.0.0.1", 1),)
@@ -355,21 +358,21 @@ def test_a_host_that_computed_before_a_new_plan_knows_the_run(tmp_path: Path) ->
     engine.changed["old"] = {"marked_job": OURS, "marked_step": 3}
     assert any("goes on from" in line for line in check(run, engine))
     engine.changed["old"] = {}
-    assert "belongs to another run" in wrong(run, engine)
+    assert "belongs to another run" in refusal_of(run, engine)
 
 
 def test_stores_of_two_runs(tmp_path: Path) -> None:
     a_store(tmp_path / "a", job=OURS)
     a_store(tmp_path / "b", job=THEIRS)
     run = a_run(tmp_path, f"{tmp_path}/a", f"{tmp_path}/b")
-    assert "the stores belong to 2 different runs: " in wrong(run, an_engine(run))
+    assert "the stores belong to 2 different runs: " in refusal_of(run, an_engine(run))
 
 
 def test_a_store_that_has_vanished(tmp_path: Path) -> None:  # Rule 3
     run = a_run(tmp_path)
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"the run in {tmp_path}/run has committed step 9, but its stores ({tmp_path}/store) are"
         " empty: are their disks mounted?"
     )
@@ -381,11 +384,11 @@ def test_two_servers_in_one_directory(tmp_path: Path, second: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     run = a_run(tmp_path, f"{tmp_path}/a", f"{tmp_path}/other")
     places = (ServerPlace(f"{tmp_path}/{second}", free_port()),)
-    # at another address, as hosts that are emulated on one machine are
+    # at another address, as with hosts emulated on one machine
     more = PlanHost("spare1", "spare", "127.0.0.2", servers=places)
     machines = replace(run.machines, hosts=(*run.machines.hosts, more))
     run = replace(run, plan_file=replace(run.plan_file, machines=machines))
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         f"stores {tmp_path}/a on spare0 and {tmp_path}/{second} on spare1 are the same"
         " directory or nested: each server needs a directory of its own"
     )
@@ -393,38 +396,38 @@ def test_two_servers_in_one_directory(tmp_path: Path, second: str) -> None:
 
 def test_a_store_that_would_be_made_inside_another(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/run/a", f"{tmp_path}/run/a/b", f"{tmp_path}/run/ab")
-    said = wrong(run, an_engine(run))
-    assert said.startswith(f"stores {tmp_path}/run/a on spare0 and {tmp_path}/run/a/b on spare0")
-    assert "\n" not in said
+    message = refusal_of(run, an_engine(run))
+    assert message.startswith(f"stores {tmp_path}/run/a on spare0 and {tmp_path}/run/a/b on spare0")
+    assert "\n" not in message
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     port = run.machines.hosts[1].servers[0].port
     with closing(socket.create_server(("127.0.0.1", port))):
-        said = f"host spare0: port {port} of 127.0.0.1 is in use by another process"
-        assert wrong(run, an_engine(run)) == said
+        message = f"host spare0: port {port} of 127.0.0.1 is in use by another process"
+        assert refusal_of(run, an_engine(run)) == message
 
 
 def test_an_address_that_the_host_does_not_have(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     port = run.machines.hosts[1].servers[0].port
     run = replace(run, addresses={**run.addresses, "spare0": "198.51.100.1"})
-    said = f"port {port} of 198.51.100.1 cannot be bound: this host does not have the address"
-    assert said in wrong(run, an_engine(run))
+    message = f"port {port} of 198.51.100.1 cannot be bound: this host does not have the address"
+    assert message in refusal_of(run, an_engine(run))
 
 
 def test_text_and_tokenizer_that_a_host_lacks(tmp_path: Path) -> None:
     data = {"paths": [f"{tmp_path}/none/*.txt"], "tokenizer": f"{tmp_path}/tokenizer.json"}
     run = a_run(tmp_path, data={**data, "seq_len": 16})
-    assert wrong(run, an_engine(run)) == (
+    assert refusal_of(run, an_engine(run)) == (
         "2 problems, nothing is started:\n"
         f"  host gpu0 does not have {tmp_path}/none/*.txt, which the job names\n"
         f"  host gpu0 does not have {tmp_path}/tokenizer.json, which the job names"
     )
 
 
-def test_other_versions_are_told_of(tmp_path: Path) -> None:
+def test_other_versions_are_reported(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = an_engine(run, changed={"gpu0": {"versions": {**checks.versions(), "torch": "2.0"}}})
     assert [line.partition(", ")[0] for line in check(run, engine)] == ["host gpu0 has torch 2.0"]
@@ -441,7 +444,7 @@ def test_a_directory_of_all_hosts(tmp_path: Path) -> None:
 
 
 def meeting(tmp_path: Path) -> ResolvedRun:
-    """One worker, whose snapshots rest in the run's directory, and a spare host."""
+    """One worker, whose snapshots are in the run's directory, and a spare host."""
     run = a_run(tmp_path)
     spare = PlanHost("gpu1", "gpu", "127.0.0.1", 1)
     machines = Machines((PlanHost("gpu0", "gpu", "127.0.0.1", 1),), (spare,))
@@ -457,11 +460,11 @@ def with_spare(run: ResolvedRun, **about: Any) -> OneProcess:
     return engine
 
 
-def test_a_spare_host_without_the_runs_directory_runs_no_workers(tmp_path: Path) -> None:
-    """Rule 3: it would begin at step 0."""
+def test_a_spare_host_without_the_run_directory_runs_no_workers(tmp_path: Path) -> None:
+    """Rule 3: its workers would begin at step 0."""
     run = meeting(tmp_path)
     used, lines = without_unfit_spares(run, with_spare(run))
-    assert [one.name for one in used.machines.spares] == ["gpu1"] and not lines
+    assert [host.name for host in used.machines.spares] == ["gpu1"] and not lines
     apart = {"gpu1": {"machine": "another"}}
     used, (line,) = without_unfit_spares(run, with_spare(run, changed=apart))
     assert not used.machines.spares
@@ -480,7 +483,7 @@ def test_a_spare_host_that_lacks_the_text_runs_no_workers(tmp_path: Path) -> Non
     assert "host gpu1 does not have /data/text, which the job names" in line
 
 
-def test_hosts_that_do_not_answer_share_a_directory_of_a_network(tmp_path: Path) -> None:
+def test_a_silent_host_shares_a_directory_on_a_network_file_system(tmp_path: Path) -> None:
     run = meeting(tmp_path)
     about = msgspec.to_builtins(report_host(HostQuery(run.directory)))
     about["directory"]["files"] = "nfs server:/runs /runs"
@@ -490,12 +493,12 @@ def test_hosts_that_do_not_answer_share_a_directory_of_a_network(tmp_path: Path)
     assert not directory_is_shared(run, engine, ("gpu1",))
 
 
-def test_look_is_a_command_that_imports_no_torch(tmp_path: Path) -> None:
+def test_the_host_report_imports_no_torch(tmp_path: Path) -> None:
     code = "import sys; from roadtrain.launch.host_report import main; main(); print('torch' in sys.modules)"
-    asked = json.dumps({"directory": str(tmp_path), "files": ["/nope"]})
+    query = json.dumps({"directory": str(tmp_path), "files": ["/nope"]})
     out = subprocess.run(
         [sys.executable, "-c", code],
-        input=asked,
+        input=query,
         capture_output=True,
         text=True,
         check=True,

@@ -1,4 +1,4 @@
-"""What goes wrong around a launched run: probes, full disks, commands at the same moment."""
+"""Faults around a launched run: probes of locks, full disks, simultaneous commands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def home(tmp_path: Path) -> RunHome:
 
 @contextmanager
 def full_disk(nbytes: int) -> Iterator[None]:
-    """No file grows beyond `nbytes`."""
+    """Limit the size of every file to `nbytes`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -47,7 +47,7 @@ def full_disk(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_supervisor_begins_though_its_lock_is_probed_all_the_time(home: RunHome) -> None:
+def test_a_supervisor_starts_although_its_lock_is_probed_constantly(home: RunHome) -> None:
     probing, seen = True, set[bool]()
 
     def probe() -> None:
@@ -59,7 +59,7 @@ def test_a_supervisor_begins_though_its_lock_is_probed_all_the_time(home: RunHom
         thread.start()
     try:
         time.sleep(0.05)
-        assert seen <= {False}  # probes do not take each other for a supervisor
+        assert seen <= {False}  # a probe does not take another for a supervisor
         for _ in range(50):
             with home.supervised():
                 pass
@@ -69,7 +69,7 @@ def test_a_supervisor_begins_though_its_lock_is_probed_all_the_time(home: RunHom
             thread.join()
 
 
-def test_one_command_at_a_time_launches_a_run(home: RunHome) -> None:
+def test_only_one_command_at_a_time_launches_a_run(home: RunHome) -> None:
     with home.starting():
         with pytest.raises(LaunchError, match="another command is launching"), home.starting():
             pass
@@ -84,7 +84,7 @@ def runs_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_logs_on_a_full_disk(home: RunHome) -> None:
-    """A run outlives it, and what is lost is said."""
+    """The run survives, and lost lines are reported."""
     with RunLogs(home) as logs:
         with full_disk(5000):
             for n in range(2000):
@@ -98,7 +98,7 @@ def test_logs_on_a_full_disk(home: RunHome) -> None:
 
 
 class NoHosts:
-    """A LaunchEngine that has none."""
+    """A LaunchEngine without hosts."""
 
     resumed = False
     closed = False
@@ -145,8 +145,8 @@ def test_a_token_that_others_may_read_is_refused(home: RunHome) -> None:
     assert f"hint: chmod 600 {home.token_path}" in home.state().why
 
 
-def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: Any) -> None:
-    """A standby on a full disk. Rule 3."""
+def test_a_run_continues_although_its_home_is_full(home: RunHome, no_hosts: Any) -> None:
+    """A standby takes over on a full disk (Rule 3)."""
     home.write_state(RunState(phase="going", attempt=3, step=7, stamps={StartPhase.CHECKED: 1.0}))
     with RunLogs(home) as logs:
         with full_disk(1):
@@ -156,7 +156,7 @@ def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: 
     assert home.all_log.read_text().count("the run goes on, though its home is full") == 2
 
 
-def test_a_state_takes_the_place_of_the_one_before_where_there_is_no_other(
+def test_without_room_a_state_replaces_the_previous_one(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home.write_state(RunState(step=1))
@@ -179,15 +179,15 @@ class _Run:
             used = False
 
 
-def test_a_directory_that_is_gone_is_said(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_directory_is_reported(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    gone = LaunchRecord(name="r", engine="here", launched=0.0, directory="/not/there")
-    home.write_record(gone)
+    record = LaunchRecord(name="r", engine="here", launched=0.0, directory="/not/there")
+    home.write_record(record)
     assert supervise.supervise(home) == 2
     assert "/not/there" in home.state().why
-    # the launcher that ends with it, too, says what the supervisor refused
+    # a launcher tied to the run also reports the supervisor's refusal
     with pytest.raises(LaunchError, match="/not/there"):
-        follow(home, LaunchRecord(**{**_fields(gone), "if_launcher_dies": "stop"}))
+        follow(home, LaunchRecord(**{**_fields(record), "if_launcher_dies": "stop"}))
 
 
 def _fields(record: LaunchRecord) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_too_many_open_files_do_not_end_a_supervisor(home: RunHome) -> None:
 def test_a_start_that_fails_leaves_a_run_that_has_ended(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name is free, and its status says why."""
+    """Its name is free again, and its status states the reason."""
 
     def fails(_: RunHome) -> None:
         raise LaunchError("the cluster does not answer")
@@ -225,11 +225,11 @@ def test_a_start_that_fails_leaves_a_run_that_has_ended(
         supervisor_process.start(home, home.record())
     state = home.state()
     assert (state.phase, state.code) == ("ended", 2) and "does not answer" in state.why
-    assert not is_alive(home)  # another may have the same name
+    assert not is_alive(home)  # another run may use the name
 
 
 def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> None:
-    """On a busy machine; once the standby is gone, the run is not."""
+    """This happens on a busy machine. Without the standby the run is no longer alive."""
     code = (
         "import sys, time; from pathlib import Path; from roadtrain.launch.home import RunHome\n"
         "time.sleep(1.0)\n"
@@ -263,9 +263,9 @@ def test_two_runs_do_not_train_in_one_directory(home: RunHome, tmp_path: Path) -
     home.job_path.write_text(job.to_toml())
     other = RunHome(home.path.parent / "other")
     same = job.changed({"run.dir": str(tmp_path / "elsewhere" / ".." / "run")})
-    launch.check_directory(other, same)  # nothing trains there now
+    launch.check_directory(other, same)  # no run trains there now
     with home.supervised():
         with pytest.raises(ConfigError, match=r"run 'r' is training in .*/run"):
             launch.check_directory(other, same)
-        launch.check_directory(home, same)  # that it is alive is said elsewhere
+        launch.check_directory(home, same)  # another check reports that the run is alive
         launch.check_directory(other, job.changed({"run.dir": str(tmp_path / "of its own")}))

@@ -1,4 +1,4 @@
-"""RunStateMachine: each fault alone, two at once, and random ones at a fake engine."""
+"""RunStateMachine under single faults, two faults at once, and random faults of a fake engine."""
 
 from __future__ import annotations
 
@@ -41,57 +41,57 @@ REPLICATED = tuple(
 
 
 def facts(**changes) -> RunFacts:
-    """Workers on a and b, one each; a server; a reducer; a spare host."""
-    given = {
+    """Facts of a run: one worker each on a and b, a server, a reducer, a spare host."""
+    fields = {
         "services": (SERVER, REDUCER),
         "workers": {"a": 1, "b": 1},
         "can_run_on": lambda hosts: "",
         "spares": {"spare": 1},
     }
-    return RunFacts(**{**given, **changes})
+    return RunFacts(**{**fields, **changes})
 
 
 class Driven:
-    """A machine whose clock the test moves."""
+    """A state machine whose clock the test advances."""
 
     def __init__(self, **changes) -> None:
         self.machine, self.at = RunStateMachine(facts(**changes)), 0.0
-        self.told: list[str] = []
+        self.lines: list[str] = []
         self.actions = self(TimePassed())
 
     def __call__(self, event: RunEvent) -> list[RunAction]:
-        """What it does, but for what it tells."""
+        """Feed an event. Returns the actions except messages to the user, which go to `lines`."""
         out = self.machine.handle(event, self.at)
         self.machine.check()
-        told_first(out)
-        self.told += [one.text for one in out if isinstance(one, NotifyUser)]
-        return [one for one in out if not isinstance(one, NotifyUser)]
+        assert_announced(out)
+        self.lines += [action.text for action in out if isinstance(action, NotifyUser)]
+        return [action for action in out if not isinstance(action, NotifyUser)]
 
     def later(self, seconds: float) -> list[RunAction]:
         self.at += seconds
         return self(TimePassed())
 
-    def failed(self, code: int = 1, said: str = "") -> list[RunAction]:
-        return self(WorkersEnded(self.machine.attempt, code, "worker 1", said))
+    def failed(self, code: int = 1, message: str = "") -> list[RunAction]:
+        return self(WorkersEnded(self.machine.attempt, code, "worker 1", message))
 
-    def ended(self, name: str, code: int = 1, said: str = "") -> list[RunAction]:
-        return self(ProcessEnded(name, code, said))
+    def ended(self, name: str, code: int = 1, message: str = "") -> list[RunAction]:
+        return self(ProcessEnded(name, code, message))
 
     def lost(self, host: str) -> list[RunAction]:
         return self(HostLost(host, "its agent is gone"))
 
-    def came(self, host: str, workers: int = 1) -> list[RunAction]:
+    def joined(self, host: str, workers: int = 1) -> list[RunAction]:
         return self(HostJoined(host, "10.0.0.1", workers))
 
     def leaves(self, host: str) -> list[RunAction]:
         return self(HostLeaving(host, 100))
 
 
-def told_first(actions: Sequence[RunAction]) -> None:
-    """All that happens was said before."""
+def assert_announced(actions: Sequence[RunAction]) -> None:
+    """Check that a message to the user precedes every other action."""
     for i, action in enumerate(actions):
         if not isinstance(action, NotifyUser):
-            assert any(isinstance(one, NotifyUser) for one in actions[:i]), action
+            assert any(isinstance(earlier, NotifyUser) for earlier in actions[:i]), action
 
 
 def start(name: str) -> StartService:
@@ -102,7 +102,7 @@ def stop_workers(grace_s: float) -> StopProcess:
     return StopProcess("workers", grace_s)
 
 
-def test_services_first_then_workers() -> None:
+def test_services_start_before_workers() -> None:
     run = Driven()
     assert run.actions == [
         start("server s0 0"),
@@ -112,18 +112,18 @@ def test_services_first_then_workers() -> None:
     assert run.later(1) == [] and run(Output("worker 0", "a", "step 1")) == []
 
 
-def test_workers_done_ends_the_run() -> None:
+def test_the_run_ends_when_its_workers_are_done() -> None:
     run = Driven()
     assert run.failed(0) == [StopProcess("reducer r0", 20), StopProcess("server s0 0", 20)]
     assert run.ended("server s0 0", 0) == []
     assert run.ended("reducer r0", 130) == [EndRun(0, "all workers are done")]
-    assert run.later(9) == [] and run.came("new") == []
+    assert run.later(9) == [] and run.joined("new") == []
 
 
-def test_a_service_starts_again_at_once_then_later() -> None:
+def test_a_service_is_restarted_at_once_and_then_with_delays() -> None:
     run = Driven()
     assert run.ended("server s0 0", -9, "killed") == [start("server s0 0")]
-    assert run.told[-2] == ("server s0 0 on s0 ended (signal 9), it is restarted at once: killed")
+    assert run.lines[-2] == ("server s0 0 on s0 ended (signal 9), it is restarted at once: killed")
     assert run.ended("server s0 0") == []  # after 1 s
     assert run.later(0.5) == []
     assert run.later(0.6) == [start("server s0 0")]
@@ -154,19 +154,19 @@ def test_workers_sum_without_a_reducer_that_ends_six_times() -> None:
         run.ended("reducer r0", 1)
         run.later(31)
     assert run.ended("reducer r0", 1, "port 7000 is taken") == [SetReducers(())]
-    assert "port 7000 is taken; workers run without it" in run.told[-2]
+    assert "port 7000 is taken; workers run without it" in run.lines[-2]
     assert run.machine.phase is RunPhase.GOING and run.later(599) == []
     assert run.later(2) == [start("reducer r0"), SetReducers(("r0",))]
 
 
-def test_a_host_that_comes_and_goes_ends_the_run_at_last() -> None:
-    """Rule 5; a committed step between says that there is progress."""
+def test_a_host_that_leaves_and_returns_too_often_ends_the_run() -> None:
+    """Rule 5: a committed step in between counts as progress."""
     run = Driven(spares={}, shrink=False)
 
     def lose_and_come() -> None:
         run.lost("b")
         run.failed(-9)
-        run.came("b")
+        run.joined("b")
         run.later(31)
 
     for step in range(2):
@@ -180,38 +180,38 @@ def test_a_host_that_comes_and_goes_ends_the_run_at_last() -> None:
 
 
 def test_a_resumed_run_knows_its_committed_step() -> None:
-    """Its first exit code 2 is no mistake in the job: it has trained."""
+    """Exit code 2 is then no mistake in the job, since the run has trained."""
     run = Driven(first_attempt=3, committed=7)
     run.failed(2, "roadtrain: no answer")
     assert run.machine.phase is RunPhase.GOING
 
 
-def test_workers_have_as_long_as_a_step_takes() -> None:
+def test_workers_get_the_time_of_a_step_to_end() -> None:
     run = Driven(step_grace_s=900.0)
     assert run(StopRequested("asked"))[0] == stop_workers(900)
 
 
-def test_workers_that_were_killed_before_their_step_was_committed_are_told() -> None:
+def test_workers_killed_before_their_step_was_committed_are_reported() -> None:
     run = Driven(spares={})
     run.leaves("b")
     run.failed(-9)
-    assert "worker 1 was killed before it had committed its step" in run.told
+    assert "worker 1 was killed before it had committed its step" in run.lines
 
 
-def test_the_engine_starts_a_service_again() -> None:
+def test_a_service_restarted_by_the_engine() -> None:
     run = Driven()
     assert run(ProcessRestarted("server s0 0")) == []
     assert run.machine.services["server s0 0"].restarts == 1
     assert run.machine.services["server s0 0"].phase is ProcessPhase.RUNNING
 
 
-def test_workers_begin_again() -> None:
+def test_failed_workers_are_restarted() -> None:
     run = Driven()
     assert run.failed(-9) == [StartWorkers(1, ("a", "b"))]
-    assert run.told[-2] == (
+    assert run.lines[-2] == (
         "worker 1 ended (signal 9): all workers restart from the committed step at once"
     )
-    assert run(WorkersEnded(0, 1, "worker 0")) == []  # of an attempt that is over
+    assert run(WorkersEnded(0, 1, "worker 0")) == []  # an earlier attempt
     assert run.failed(1, "LostError") == [] and run.later(1) == [StartWorkers(2, ("a", "b"))]
 
 
@@ -239,13 +239,13 @@ def test_exit_code_2_later_is_a_fault_like_others(before: RunEvent) -> None:
     assert run.machine.phase is RunPhase.GOING
 
 
-def test_a_worker_that_somebody_interrupts() -> None:
+def test_an_interrupted_worker() -> None:
     run = Driven()
     run.failed(130)
     assert (run.machine.phase, run.machine.code) == (RunPhase.ENDING, 130)
 
 
-def test_stop_asked() -> None:
+def test_a_stop_request_ends_the_run() -> None:
     run = Driven()
     assert run(StopRequested("the user asked for it")) == [stop_workers(120)]
     assert run(StopRequested("again")) == []
@@ -254,30 +254,30 @@ def test_stop_asked() -> None:
     assert run.ended("reducer r0", 0) == [EndRun(130, "the user asked for it")]
 
 
-def test_workers_that_do_not_end_are_given_up() -> None:
+def test_workers_that_do_not_end_are_abandoned() -> None:
     run = Driven(services=())
     run(StopRequested("asked"))
     assert run.later(179) == []
     assert run.later(2) == [EndRun(130, "asked")]  # Rule 5
 
 
-def test_a_worker_host_is_lost_and_a_spare_one_takes_its_place() -> None:
+def test_a_spare_host_replaces_a_lost_worker_host() -> None:
     run = Driven()
     assert run.lost("b") == [stop_workers(5)]
-    assert run.told[-1] == "host b is lost: workers end and restart on a, spare (2 workers)"
+    assert run.lines[-1] == "host b is lost: workers end and restart on a, spare (2 workers)"
     assert run.failed(-9) == [StartWorkers(1, ("a", "spare"))]
-    assert run.came("b") == []  # as wide as before
+    assert run.joined("b") == []  # no wider than before
     assert run.failed(-9) == []  # the second time without a committed step
     assert run.later(1) == [StartWorkers(2, ("a", "b"))]
 
 
-def test_a_worker_host_is_lost_and_the_others_go_on() -> None:
+def test_the_other_hosts_continue_without_a_lost_worker_host() -> None:
     run = Driven(spares={"large": 2})
     run.lost("b")
-    assert run.failed(1) == [] and "b may be back within 15 s" in run.told[-1]  # Rule 1
+    assert run.failed(1) == [] and "b may be back within 15 s" in run.lines[-1]  # Rule 1
     assert run.later(15) == [StartWorkers(1, ("a",))]
-    assert run.told[-1] == "starting workers on a (1 of 2 workers)"
-    assert run.came("b") == [stop_workers(120)]  # back to full width after this step
+    assert run.lines[-1] == "starting workers on a (1 of 2 workers)"
+    assert run.joined("b") == [stop_workers(120)]  # back to full width after this step
     assert run.failed(130) == [StartWorkers(2, ("a", "b"))]
 
 
@@ -288,34 +288,36 @@ def test_a_worker_host_is_lost_and_the_others_go_on() -> None:
         {"can_run_on": lambda hosts: "4 stages need 2 workers"},
     ],
 )
-def test_a_worker_host_is_lost_and_all_wait_for_it(changes) -> None:
+def test_all_wait_for_a_lost_worker_host_that_is_needed(changes) -> None:
     run = Driven(**changes)
     run.lost("b")
     assert run.failed(1) == [] and run.later(99) == []
-    assert "b must be back first" in run.told[-1]
-    assert run.came("b") == [StartWorkers(1, ("a", "b"))]
+    assert "b must be back first" in run.lines[-1]
+    assert run.joined("b") == [StartWorkers(1, ("a", "b"))]
 
 
 def test_all_worker_hosts_are_lost() -> None:
     run = Driven(spares={})
     run.lost("a")
     assert run.lost("b") == [] and run.machine.workers.phase is ProcessPhase.STOPPING
-    assert run.came("a") == [] and run.failed(-9) == []
+    assert run.joined("a") == [] and run.failed(-9) == []
     assert run.later(15) == [StartWorkers(1, ("a",))]
 
 
-def test_the_last_worker_host_is_lost_and_a_spare_one_waits_for_the_end_of_its_workers() -> None:
+def test_a_spare_host_waits_for_the_end_of_the_lost_workers() -> None:
     """There are never two attempts at once."""
     run = Driven(workers={"a": 1}, services=())
     assert run.lost("a") == [stop_workers(5)]
     assert run.failed(-9) == [StartWorkers(1, ("spare",))]
 
 
-def test_a_worker_host_is_back_before_the_others_go_on() -> None:
+def test_a_worker_host_returns_before_the_others_continue() -> None:
     run = Driven(spares={})
     run.lost("b")
     assert run.failed(1) == [] and run.later(14) == []
-    assert run.came("b") == [StartWorkers(1, ("a", "b"))]  # as many: the same bits (Rule 1)
+    assert run.joined("b") == [
+        StartWorkers(1, ("a", "b"))
+    ]  # the same number of workers: the same bits (Rule 1)
 
 
 def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
@@ -329,32 +331,32 @@ def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
 def test_a_server_host_is_lost() -> None:
     run = Driven()
     assert run.lost("s0") == []
-    assert "workers wait until it is back" in run.told[-1]
+    assert "workers wait until it is back" in run.lines[-1]
     assert run.ended("server s0 0", -9) == []  # its end is known
-    assert run.failed(1) == [] and "server s0 0 must run first" in run.told[-1]
-    assert run.came("s0") == [start("server s0 0"), StartWorkers(1, ("a", "b"))]
+    assert run.failed(1) == [] and "server s0 0 must run first" in run.lines[-1]
+    assert run.joined("s0") == [start("server s0 0"), StartWorkers(1, ("a", "b"))]
 
 
-def test_a_server_host_is_lost_whose_chunks_others_have_too() -> None:
+def test_a_lost_server_host_with_replicas() -> None:
     run = Driven(services=REPLICATED)
-    assert run.lost("s0") == [] and "workers go on with its replicas" in run.told[-1]
+    assert run.lost("s0") == [] and "workers go on with its replicas" in run.lines[-1]
     assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
-    assert run.came("s0") == [start("server s0 0")]
+    assert run.joined("s0") == [start("server s0 0")]
 
 
-def test_two_server_hosts_are_lost_that_may_have_had_a_chunk_alone() -> None:
+def test_two_lost_server_hosts_that_may_hold_both_copies_of_a_chunk() -> None:
     run = Driven(services=REPLICATED)
     run.lost("s0")
-    assert run.lost("s1") == [] and "workers wait until it is back" in run.told[-1]
-    assert run.failed(1) == []  # Rule 3: they would begin without what both had
-    assert run.came("s1") == [start("server s1 0"), StartWorkers(1, ("a", "b"))]
+    assert run.lost("s1") == [] and "workers wait until it is back" in run.lines[-1]
+    assert run.failed(1) == []  # Rule 3: workers would start without the chunks that both held
+    assert run.joined("s1") == [start("server s1 0"), StartWorkers(1, ("a", "b"))]
 
 
-def test_a_reducer_host_is_lost_and_comes_back() -> None:
+def test_a_reducer_host_is_lost_and_returns() -> None:
     run = Driven()
     assert run.lost("r0") == [SetReducers(())]
     assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
-    assert run.came("r0") == [start("reducer r0"), SetReducers(("r0",))]
+    assert run.joined("r0") == [start("reducer r0"), SetReducers(("r0",))]
 
 
 def test_a_host_leaves() -> None:
@@ -364,24 +366,24 @@ def test_a_host_leaves() -> None:
     assert run.leaves("b") == [stop_workers(80)]
     assert run.failed(130) == [StartWorkers(1, ("a",))]
     assert run.lost("b") == []
-    assert run.leaves("s0") == [] and "workers wait until it is back" in run.told[-1]
+    assert run.leaves("s0") == [] and "workers wait until it is back" in run.lines[-1]
 
 
-def test_a_host_that_was_to_leave_stays() -> None:
+def test_a_leaving_host_stays() -> None:
     run = Driven(spares={})
     run.leaves("b")
-    assert run.came("b") == []
+    assert run.joined("b") == []
     assert run.failed(130) == [StartWorkers(1, ("a", "b"))]
 
 
-def test_a_host_comes_that_the_plan_does_not_have() -> None:
+def test_a_host_outside_the_plan_joins() -> None:
     run = Driven(sums_at_reducers=True)
-    assert run.came("new") == [start("reducer new"), SetReducers(("r0", "new"))]
+    assert run.joined("new") == [start("reducer new"), SetReducers(("r0", "new"))]
     assert run.lost("new") == [SetReducers(("r0",))]
     run = Driven(spares={})
-    assert run.came("new", 8) == []
+    assert run.joined("new", 8) == []
     run.lost("a")
-    assert run.failed(1) == [StartWorkers(1, ("new", "b"))]  # one worker, as it replaces
+    assert run.failed(1) == [StartWorkers(1, ("new", "b"))]  # one worker, like the host it replaces
 
 
 def test_two_hosts_are_lost_at_once() -> None:
@@ -400,7 +402,7 @@ def test_a_worker_and_its_server_end_at_once() -> None:
     assert run.later(1) == [start("server s0 0"), StartWorkers(1, ("a", "b"))]
 
 
-def test_a_resumed_run_counts_its_attempts_on() -> None:
+def test_a_resumed_run_continues_to_count_its_attempts() -> None:
     assert Driven(first_attempt=3).actions[-1] == StartWorkers(3, ("a", "b"))
 
 
@@ -408,22 +410,22 @@ HOSTS = ["a", "b", "s0", "r0", "spare", "new"]
 
 
 class FakeEngine:
-    """Does what it is told, and tells ends as an engine must."""
+    """Carries out actions and reports ends as an engine must."""
 
     def __init__(self, run: RunFacts) -> None:
         self.machine, self.at = RunStateMachine(run), 0.0
         self.up = set(HOSTS[:-1])
         self.running: set[str] = set()  # services
-        self.attempt: int | None = None  # of the workers that run
+        self.attempt: int | None = None  # attempt of the running workers
         self.worker_hosts: tuple[str, ...] = ()
         self.ended: EndRun | None = None
-        self.asked: list[str] = []  # to end, but not yet ended
+        self.stopping: list[str] = []  # asked to end but not yet ended
         self.feed(TimePassed())
 
     def feed(self, event: RunEvent) -> None:
         actions = self.machine.handle(event, self.at)
         self.machine.check()
-        told_first(actions)
+        assert_announced(actions)
         failed: list[RunEvent] = []
         for action in actions:
             assert self.ended is None
@@ -433,7 +435,7 @@ class FakeEngine:
                     host = self.machine.places[name].host
                     if host in self.up:
                         self.running.add(name)
-                    else:  # the machine cannot know it yet
+                    else:  # the machine cannot know about it yet
                         failed.append(ProcessEnded(name, 1, "no such host"))
                 case StartWorkers(attempt, hosts):
                     assert self.attempt is None, "two attempts at once"
@@ -442,14 +444,14 @@ class FakeEngine:
                     else:
                         failed.append(WorkersEnded(attempt, 1, "worker 0", "no host"))
                 case StopProcess(name, grace_s):
-                    self.asked.append(name)
+                    self.stopping.append(name)
                     if not grace_s:  # killed
                         failed += self.kill(name)
                 case EndRun():
                     self.ended = action
-                    assert not self.running and self.attempt is None, "something still runs"
-        for one in failed:
-            self.feed(one)
+                    assert not self.running and self.attempt is None, "a process still runs"
+        for event in failed:
+            self.feed(event)
 
     def kill(self, name: str) -> list[RunEvent]:
         if name != "workers":
@@ -468,9 +470,9 @@ class FakeEngine:
             self.attempt = None
             self.feed(WorkersEnded(attempt, code, "worker 0"))
 
-    def end_asked(self) -> None:
-        asked, self.asked = self.asked, []
-        for name in asked:
+    def end_stopping(self) -> None:
+        stopping, self.stopping = self.stopping, []
+        for name in stopping:
             if name == "workers":
                 self.end_workers(130)
             else:
@@ -487,8 +489,8 @@ class FakeEngine:
 
     def wait(self, seconds: float) -> None:
         self.at += seconds
-        if seconds > 20:  # an engine kills what does not end in time
-            self.end_asked()
+        if seconds > 20:  # an engine kills processes that do not end in time
+            self.end_stopping()
         self.feed(TimePassed())
 
 
@@ -521,8 +523,8 @@ FAULTS = st.lists(
 @settings(max_examples=400, deadline=None)
 @given(OPTIONS, FAULTS, st.booleans())
 def test_random_faults(options, faults, stops) -> None:
-    """Rule 5: whatever happened, workers run again once all hosts are there, and a run that is
-    asked to stop ends. check() and the engine's asserts hold all the way."""
+    """Rule 5: after any faults workers run again once all hosts have returned, and a run that is
+    asked to stop ends. check() and the engine's asserts hold throughout."""
     engine = FakeEngine(facts(**options))
     for step, (kind, what) in enumerate(faults):
         if engine.ended is None:
@@ -531,18 +533,18 @@ def test_random_faults(options, faults, stops) -> None:
         engine.up.add(host)
         engine.feed(HostJoined(host, "", 1))
     for _ in range(8):
-        engine.end_asked()
+        engine.end_stopping()
         engine.wait(31)
     machine = engine.machine
     if machine.phase is RunPhase.GOING:
-        assert engine.attempt is not None, "no progress though all hosts are there"
+        assert engine.attempt is not None, "no progress although all hosts have returned"
         assert len(machine.worker_hosts) == 2
         if stops:
             engine.feed(StopRequested("asked"))
         else:
             engine.end_workers(0)
         for _ in range(3):
-            engine.end_asked()
+            engine.end_stopping()
     assert engine.ended is not None and engine.ended.code in (0, 1, 2, 130)
 
 
@@ -562,7 +564,7 @@ def happen(engine: FakeEngine, kind: str, what, step: int) -> None:
         case "wait":
             engine.wait(what)
         case "asked":
-            engine.end_asked()
+            engine.end_stopping()
         case "committed":
             engine.feed(Committed(step))
         case "restarted":

@@ -1,4 +1,4 @@
-"""From a plan to a job: `parallelism = "auto"`, what was promised beside what was measured."""
+"""From a plan to a job: `parallelism = "auto"`, and predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_job_may_leave_its_parallelism_to_the_plan(tmp_path):
         make_job({"model": MODEL, "parallelism": "automatic"})
 
 
-def test_a_line_says_what_was_promised_at_its_place():
+def test_each_line_records_the_prediction_for_its_stage():
     assert predicted_for(make_job({"model": MODEL}), 0, 0) == {}
     own = {"stage 0 replica 1": {"Forward": 0.2}}
     job = make_job({"model": MODEL, "predicted": {"seconds": 1.0, "stages": STAGES | own}})
@@ -48,7 +48,7 @@ def test_a_line_says_what_was_promised_at_its_place():
 
 
 def lines(job: Any, stage: int, forward: float) -> str:
-    """25 steps, of which the first are ten times as long."""
+    """25 lines of metrics, with first steps that take ten times as long."""
     out = []
     for step in range(1, 26):
         times = 10.0 if step <= 5 else 1.0
@@ -71,9 +71,9 @@ def test_status_shows_predicted_beside_measured_of_every_stage(tmp_path: Path):
     for rank, stage, forward in ((1, 0, 9.0), (2, 1, 0.15), (10, 1, 9.0)):
         (tmp_path / f"metrics.{rank}.jsonl").write_text(lines(job, stage, forward))
     (tmp_path / "metrics.uncommitted.jsonl").write_text(lines(job, 3, 1.0))
-    said: list[str] = []
-    status_command.command(str(tmp_path), report=said.append)
-    rows = [" ".join(line.split()) for line in said]
+    printed: list[str] = []
+    status_command.command(str(tmp_path), report=printed.append)
+    rows = [" ".join(line.split()) for line in printed]
     tables = rows[rows.index("stage 0 predicted measured ratio") :]
     assert tables == [
         "stage 0 predicted measured ratio",
@@ -87,10 +87,10 @@ def test_status_shows_predicted_beside_measured_of_every_stage(tmp_path: Path):
     ]
 
 
-def test_steps_by_the_plan_before_and_files_put_aside_are_not_compared(tmp_path: Path):
+def test_steps_of_an_earlier_plan_and_renamed_files_are_not_compared(tmp_path: Path):
     def of(seconds: float) -> Any:
-        told = {"seconds": seconds, "stages": STAGES}
-        return make_job({"run": {"dir": str(tmp_path)}, "model": MODEL, "predicted": told})
+        predicted = {"seconds": seconds, "stages": STAGES}
+        return make_job({"run": {"dir": str(tmp_path)}, "model": MODEL, "predicted": predicted})
 
     last = lines(of(2.0), 0, 0.2).splitlines()[-3:]
     (tmp_path / "metrics.jsonl").write_text(lines(of(9.0), 0, 9.0) + "\n".join(last) + "\n")

@@ -1,5 +1,5 @@
-"""What workers in pods agree on before they are workers (launch/pod.py). One process, torch's store
-in memory."""
+"""The agreement of pods on a start before workers run in them (launch/pod.py), in one process with
+torch's in-memory store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def a_store() -> dist.Store:
     return store
 
 
-def test_all_ranks_of_a_start_have_its_name_and_the_next_has_another() -> None:
+def test_all_ranks_agree_on_the_name_of_a_start_and_the_next_start_has_another() -> None:
     names = []
     for _ in range(2):
         store = a_store()
@@ -27,7 +27,7 @@ def test_all_ranks_of_a_start_have_its_name_and_the_next_has_another() -> None:
     assert names[0] != names[1]
 
 
-def test_a_rank_that_comes_again_to_a_start_is_told_that_it_is_over() -> None:
+def test_a_rank_that_restarts_alone_is_refused() -> None:
     store = a_store()
     agreed_start(store, 0)
     agreed_start(store, 1)

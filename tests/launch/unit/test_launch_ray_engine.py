@@ -1,5 +1,5 @@
-"""The Ray engine, its actors and workers without a cluster: news that waits, ends that are late,
-actors and trainers that do not answer, hosts that are gone."""
+"""The Ray engine, its actors and workers without a cluster: queued events, late ends, actors and
+trainers that do not answer, lost hosts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Answer:
 
 
 class FakeActor:
-    """`fake.method.remote(...)` is done at once; the answer, or the error, is what `get` gives."""
+    """Runs `fake.method.remote(...)` at once; `get` returns the answer or raises the error."""
 
     def __init__(self, real: Any) -> None:
         self.real, self.killed = real, 0
@@ -71,7 +71,7 @@ class FakeActor:
 
 
 class FakeRay:
-    """What the engine uses of Ray; `named`: its actors by their names."""
+    """The part of Ray that the engine uses. named: Actors by name."""
 
     util: Any
 
@@ -93,7 +93,11 @@ class FakeRay:
 
     def kill(self, actor: FakeActor, no_restart: bool) -> None:
         actor.killed += 1
-        self.named = {name: one for name, one in self.named.items() if one is not actor}
+        self.named = {
+            name: named_actor
+            for name, named_actor in self.named.items()
+            if named_actor is not actor
+        }
 
     def get_actor(self, name: str) -> FakeActor:
         if name not in self.named:
@@ -120,7 +124,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     for module in (engine, actors, start):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(engine, "remove_old_places", lambda: fake.did.append("places removed"))
-    # A real one would ask Ray itself once it is an orphan, long after this test.
+    # The real class would ask Ray itself once it is an orphan, long after this test.
     monkeypatch.setattr(engine, "ServedProcess", lambda process, _: FakeService(process, "n0"))
     monkeypatch.setattr(cluster, "request_nodes", lambda places: fake.did.append(places))
     monkeypatch.setattr(cluster, "on_node", lambda node: node)
@@ -149,28 +153,28 @@ def until(found: Callable[[], Any]) -> Any:
     return result
 
 
-def made_engine(**told: Any) -> engine.RayEngine:
-    return engine.RayEngine([PlanHost("a", "k", workers=1)], "roadtrain:r", **told)
+def made_engine(**options: Any) -> engine.RayEngine:
+    return engine.RayEngine([PlanHost("a", "k", workers=1)], "roadtrain:r", **options)
 
 
 # -- news --
 
 
-def test_lines_push_out_no_end_and_say_how_many_are_gone() -> None:
-    told = actors.EventLog()
-    told.add(ProcessEnded("worker 1", 2))
-    told.add(*(Output("worker 0", "a", str(n)) for n in range(actors.KEPT + 7)))
-    news = told.news("", 0, 0.0)
+def test_lines_never_displace_an_end_and_dropped_lines_are_counted() -> None:
+    log = actors.EventLog()
+    log.add(ProcessEnded("worker 1", 2))
+    log.add(*(Output("worker 0", "a", str(n)) for n in range(actors.KEPT + 7)))
+    news = log.news("", 0, 0.0)
     events = news.events
     assert events[0] == ProcessEnded("worker 1", 2)
-    assert [int(one.line) for one in events[1:]] == list(range(7, actors.KEPT + 7))
+    assert [int(event.line) for event in events[1:]] == list(range(7, actors.KEPT + 7))
     assert news.left_out == 7
-    told.add(Output("worker 0", "a", "last"))
-    assert told.news(news.life, news.then, 0.0).events == (Output("worker 0", "a", "last"),)
-    assert told.news(news.life, -1, 0.0).events == ()
+    log.add(Output("worker 0", "a", "last"))
+    assert log.news(news.life, news.then, 0.0).events == (Output("worker 0", "a", "last"),)
+    assert log.news(news.life, -1, 0.0).events == ()
 
 
-def test_the_engine_says_how_many_lines_it_has_not_got(fake: FakeRay) -> None:
+def test_the_engine_reports_how_many_lines_were_dropped(fake: FakeRay) -> None:
     made = made_engine()
     made.start_workers(WorkerSet(0, (worker(0),)))
     box = fake.made[0].real
@@ -178,11 +182,11 @@ def test_the_engine_says_how_many_lines_it_has_not_got(fake: FakeRay) -> None:
     made.events(0.0)  # it asks
     made.events(0.0)
     box.post(0, [Output("worker 0", "a", "x")] * (actors.KEPT + 3))
-    lines = [e.line for e in heard(made, 5) if isinstance(e, Output)]
+    lines = [e.line for e in events_of(made, 5) if isinstance(e, Output)]
     assert lines[0].startswith("[3 lines dropped") and lines.count("x") == actors.KEPT
 
 
-def heard(made: engine.RayEngine, calls: int) -> list[Any]:
+def events_of(made: engine.RayEngine, calls: int) -> list[Any]:
     return [event for _ in range(calls) for event in made.events(0.05)]
 
 
@@ -200,10 +204,8 @@ def until_end(made: engine.RayEngine) -> tuple[list[Any], WorkersEnded]:
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])
-def test_an_end_that_waits_behind_thousands_of_lines_is_the_workers_end(
-    fake: FakeRay, code: int
-) -> None:
-    """Ray Train has let go of them before the supervisor heard a word."""
+def test_an_end_queued_behind_thousands_of_lines_is_reported(fake: FakeRay, code: int) -> None:
+    """Ray Train releases the workers before the supervisor has read any of their output."""
     made = made_engine()
     made.start_workers(WorkerSet(3, (worker(0),)))
     box = fake.made[0].real
@@ -217,7 +219,7 @@ def test_an_end_that_waits_behind_thousands_of_lines_is_the_workers_end(
     assert any(isinstance(event, WorkersPlaced) for event in events)
 
 
-def test_a_mailbox_that_is_gone_leaves_the_ends_that_ray_train_told(fake: FakeRay) -> None:
+def test_without_its_mailbox_the_engine_uses_the_ends_reported_by_ray_train(fake: FakeRay) -> None:
     made = made_engine()
     made.start_workers(WorkerSet(0, (worker(0),)))
     fake.made[0].fails = ActorUnavailableError("restarting", None)
@@ -232,27 +234,27 @@ def hanging() -> Iterator[Callable[[], None]]:
 
 
 def orders() -> tuple[Any, list[float]]:
-    given: list[float] = []
-    order = SimpleNamespace(remote=lambda _, grace_s: given.append(grace_s))
-    return SimpleNamespace(order=order), given
+    grace_periods: list[float] = []
+    order = SimpleNamespace(remote=lambda _, grace_s: grace_periods.append(grace_s))
+    return SimpleNamespace(order=order), grace_periods
 
 
-def test_a_trainer_that_never_begins_its_workers_is_given_up(
+def test_a_trainer_that_never_starts_its_workers_is_abandoned(
     hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 5."""
     monkeypatch.setattr(workers, "BEGIN_S", 0.0)
     monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    mailbox, given = orders()
+    mailbox, grace_periods = orders()
     made = workers.RayWorkers(WorkerSet(0, (worker(0), worker(1))), mailbox, hanging)
     assert made.begun("worker 0") and not made.is_over()
     until(made.is_over)
-    assert given == [0.0]  # those that have begun are killed
+    assert grace_periods == [0.0]  # those that have begun are killed
     ended = made.ended()
     assert ended.code == workers.KILLED and "has not started worker 1 within" in ended.last_line
 
 
-def test_a_trainer_that_never_lets_go_of_ended_workers_is_given_up(
+def test_a_trainer_that_never_releases_ended_workers_is_abandoned(
     hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 5."""
@@ -265,32 +267,32 @@ def test_a_trainer_that_never_lets_go_of_ended_workers_is_given_up(
     assert made.ended().code == 0
 
 
-def test_workers_that_are_asked_to_end_are_given_up_before_the_run_is(
+def test_workers_that_ignore_a_stop_are_abandoned_before_the_run_is(
     hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 5: the supervisor waits for their end before it begins others."""
+    """Rule 5: the supervisor waits for their end before it starts new workers."""
     assert workers.LET_GO_S < run_state.KILL_S
     monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    mailbox, given = orders()
+    mailbox, grace_periods = orders()
     made = workers.RayWorkers(WorkerSet(0, (worker(0), worker(1))), mailbox, hanging)
     made.stop(1000.0)
     time.sleep(0.2)
     assert not made.is_over()
     made.stop(0.1)
     until(made.is_over)
-    assert given == [1000.0, 0.1] and made.ended().code == workers.KILLED
+    assert grace_periods == [1000.0, 0.1] and made.ended().code == workers.KILLED
 
 
-def test_workers_whose_nodes_died_have_ended(
+def test_workers_on_dead_nodes_count_as_ended(
     hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 5: Ray Train may never say so."""
+    """Rule 5: Ray Train may never report it."""
     monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    mailbox, given = orders()
+    mailbox, grace_periods = orders()
     two = WorkerSet(0, (worker(0), worker(1, "b")))
     made = workers.RayWorkers(two, mailbox, hanging)
     made.lose("b")
-    assert given == [0.0] and not made.is_over()  # the others cannot finish their step
+    assert grace_periods == [0.0] and not made.is_over()  # the others cannot finish their step
     made.lose("a")
     until(made.is_over)
     ended = made.ended()
@@ -301,7 +303,7 @@ def test_workers_whose_nodes_died_have_ended(
     )
 
 
-def test_the_engine_tells_the_end_of_workers_on_nodes_that_died(
+def test_the_engine_reports_the_end_of_workers_on_dead_nodes(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(workers, "LET_GO_S", 0.1)
@@ -311,26 +313,26 @@ def test_the_engine_tells_the_end_of_workers_on_nodes_that_died(
     monkeypatch.setattr(cluster, "nodes", list)
     monkeypatch.setattr(cluster, "why_dead", {"n0": "no heartbeat"}.__getitem__)
     events, ended = until_end(made)
-    assert ended.code == workers.KILLED and any(isinstance(one, HostLost) for one in events)
+    assert ended.code == workers.KILLED and any(isinstance(event, HostLost) for event in events)
 
 
-@pytest.mark.parametrize(("asked", "code"), [(True, 130), (True, -9), (False, 130), (False, 0)])
-def test_the_end_of_a_worker_that_was_asked_to_end_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, asked: bool, code: int
+@pytest.mark.parametrize(("stopped", "code"), [(True, 130), (True, -9), (False, 130), (False, 0)])
+def test_a_worker_that_ends_on_request_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, code: int
 ) -> None:
-    """Ray Train would kill the others, which commit the step."""
+    """After a failure Ray Train would kill the other workers, which still commit the step."""
 
     class Held:
         alive = True
 
-        def __init__(self, process: Process, _: str, tell: Callable[[Any], None]) -> None:
-            self.process, self.tell = process, tell
-            if not asked:
-                tell(ProcessEnded(process.name, code))
+        def __init__(self, process: Process, _: str, report: Callable[[Any], None]) -> None:
+            self.process, self.report = process, report
+            if not stopped:
+                report(ProcessEnded(process.name, code))
 
         def stop(self, grace_s: float) -> None:
             if grace_s:
-                self.tell(ProcessEnded(self.process.name, code))
+                self.report(ProcessEnded(self.process.name, code))
 
         def wait(self, timeout_s: float) -> None: ...
 
@@ -338,32 +340,42 @@ def test_the_end_of_a_worker_that_was_asked_to_end_is_no_failure(
     monkeypatch.setattr(workers, "ray", FakeRay())
     box = actors.WorkerMailbox()
     box.offer(0, {"n0": [worker(0)]})
-    if asked:
+    if stopped:
         box.order(0, 5.0)
     config = {"mailbox": FakeActor(box), "attempt": 0, "mark": "m"}
-    if asked or not code:
+    if stopped or not code:
         workers.run_worker(config)
     else:
         with pytest.raises(LaunchError, match="worker 0 ended with code 130"):
             workers.run_worker(config)
 
 
-def test_each_worker_gets_its_share_of_its_nodes_processors() -> None:
-    """Ray itself gives each one thread."""
+def test_each_worker_gets_its_share_of_its_nodes_cores() -> None:
+    """Ray by itself gives each worker a single thread."""
     at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2)}
     own = replace(worker(3, "b"), environment={"OMP_NUM_THREADS": "7"})
     all = WorkerSet(0, (worker(0), worker(1, "b"), worker(2, "b"), own))
     made = with_threads(all, workers.threads_of(all, at), "")
-    assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["4", "1", "1", "7"]
+    assert [process.environment["OMP_NUM_THREADS"] for process in made.processes] == [
+        "4",
+        "1",
+        "1",
+        "7",
+    ]
     at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2)  # another node of a's machine
     two = WorkerSet(0, (worker(0), worker(1, "b")))
     made = with_threads(two, workers.threads_of(two, at), "")
-    assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["2", "2"]
+    assert [process.environment["OMP_NUM_THREADS"] for process in made.processes] == ["2", "2"]
     made = with_threads(all, workers.threads_of(all, at), "3")
-    assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["3", "3", "3", "7"]
+    assert [process.environment["OMP_NUM_THREADS"] for process in made.processes] == [
+        "3",
+        "3",
+        "3",
+        "7",
+    ]
 
 
-def test_an_attempt_begins_with_its_threads_and_without_the_places_of_the_one_before(
+def test_an_attempt_starts_with_its_threads_and_without_earlier_placement_groups(
     fake: FakeRay, tmp_path: Path
 ) -> None:
     directory = tmp_path / "ray"
@@ -378,7 +390,9 @@ def test_an_attempt_begins_with_its_threads_and_without_the_places_of_the_one_be
     assert fake.did[2:] == [[]] and not directory.exists()
 
 
-def test_places_of_this_driver_that_are_left_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_placement_groups_of_this_driver_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job, removed = "07000000", list[str]()
     groups = {
         "a" * 28 + job: {"state": "CREATED"},
@@ -395,37 +409,39 @@ def test_places_of_this_driver_that_are_left_are_removed(monkeypatch: pytest.Mon
     assert removed == ["a" * 28 + job]
 
 
-def test_each_worker_asks_for_a_device_or_sees_those_of_its_node() -> None:
-    """Rule 6: where only some nodes have any, Ray does not hide them."""
+def test_each_worker_requests_a_device_or_sees_those_of_its_node() -> None:
+    """Rule 6: if only some nodes have devices, Ray must not hide them."""
     at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2)}
     config = {"mailbox": None, "attempt": 0}
 
-    def told(*hosts: str) -> Any:
+    def resources(*hosts: str) -> Any:
         places = {at[host].node_id: [worker(n, host)] for n, host in enumerate(hosts)}
         made = workers.trainer_of(places, at, config, "m")
         return made.scaling_config.resources_per_worker, made.run_config.worker_runtime_env
 
-    assert told("b") == ({"CPU": 1, "GPU": 1}, {})
-    assert told("a") == ({"CPU": 1}, {})
-    assert told("a", "b") == ({"CPU": 1}, {"env_vars": workers.SEES_DEVICES})
+    assert resources("b") == ({"CPU": 1, "GPU": 1}, {})
+    assert resources("a") == ({"CPU": 1}, {})
+    assert resources("a", "b") == ({"CPU": 1}, {"env_vars": workers.SEES_DEVICES})
 
 
 # -- services --
 
 
-def test_whatever_fails_the_end_of_a_held_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_held_process_is_reported_after_any_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("a fault of ours")
 
     monkeypatch.setattr(held_process, "HostAgents", broken)
-    said: list[Any] = []
-    held_process.HeldProcess(server(), "m", said.append).wait(10)
-    (ended,) = said
+    events: list[Any] = []
+    held_process.HeldProcess(server(), "m", events.append).wait(10)
+    (ended,) = events
     assert isinstance(ended, ProcessEnded) and "a fault of ours" in ended.last_line
 
 
 class FakeService:
-    """As a ServedProcess on a node."""
+    """Stands for a ServedProcess on a node."""
 
     def __init__(self, process: Process, node: str) -> None:
         self.process, self.node, self.alive = process, node, True
@@ -438,7 +454,7 @@ class FakeService:
 
 
 @pytest.mark.parametrize("why", ["unavailable", "silent"])
-def test_an_actor_that_answers_nothing_is_replaced(
+def test_an_unresponsive_actor_is_replaced(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Rule 5."""
@@ -456,10 +472,10 @@ def test_an_actor_that_answers_nothing_is_replaced(
     assert "has not answered for" in ended.last_line and ended.name == "server a 0" and actor.killed
 
 
-def test_a_run_that_had_begun_goes_on_without_a_host_that_is_gone(
+def test_a_started_run_continues_without_a_lost_host(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one without services: the supervisor was started again meanwhile."""
+    """Including a run without services whose supervisor was restarted meanwhile."""
     monkeypatch.setattr(cluster, "nodes", list)
     with pytest.raises(LaunchError, match="the Ray cluster has no node for host a of"):
         made_engine()
@@ -468,20 +484,20 @@ def test_a_run_that_had_begun_goes_on_without_a_host_that_is_gone(
     assert [e.host for e in made.events(0.0) if isinstance(e, HostLost)] == ["a"]
 
 
-def test_services_of_another_launch_end_and_this_one_is_checked(fake: FakeRay) -> None:
-    """Their stores and ports are free then."""
+def test_services_of_another_launch_are_stopped_before_the_checks(fake: FakeRay) -> None:
+    """Their stores and ports are free afterwards."""
     actor = fake.named["roadtrain:r:server a 0"] = FakeActor(FakeService(server(), "n0"))
     other = fake.named["roadtrain:r2:server a 0"] = FakeActor(FakeService(server(), "n0"))
     made = made_engine()
     assert not made.resumed and actor.killed and not other.killed
     made.start(server())
-    assert fake.made[-1] is not actor  # one of its own
+    assert fake.made[-1] is not actor  # a new actor
 
 
-def test_a_service_that_still_runs_is_left_as_it_is_and_another_gets_a_new_actor(
+def test_a_running_service_is_kept_and_an_ended_service_gets_a_new_actor(
     fake: FakeRay,
 ) -> None:
-    """By the next supervisor."""
+    """Started by the next supervisor."""
     runs = fake.named["roadtrain:r:server a 0"] = FakeActor(FakeService(server(), "n0"))
     over = server(name="server a 1")
     ended = fake.named["roadtrain:r:server a 1"] = FakeActor(FakeService(over, "n0"))
@@ -494,21 +510,21 @@ def test_a_service_that_still_runs_is_left_as_it_is_and_another_gets_a_new_actor
     assert len(fake.made) == count + 1
 
 
-def test_hosts_without_an_address_are_where_they_were(
+def test_hosts_without_an_address_keep_their_node(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its store is on that node's disk."""
+    """The host's store is on that node's disk."""
     there = [
         RayNode("n0", "y", "10.0.0.1", "y", "", 4, 0),
         RayNode("n1", "x", "10.0.0.2", "x", "", 4, 0),
     ]
     monkeypatch.setattr(cluster, "nodes", lambda: there)
 
-    def made(known: str, *, begun: bool) -> engine.RayEngine:
+    def made(address: str, *, begun: bool) -> engine.RayEngine:
         hosts = [PlanHost("h", "k", workers=1)]
-        return engine.RayEngine(hosts, "roadtrain:r", addresses={"h": known}, begun=begun)
+        return engine.RayEngine(hosts, "roadtrain:r", addresses={"h": address}, begun=begun)
 
-    assert {one.name: one.address for one in made("10.0.0.2", begun=False).hosts()} == {
+    assert {host.name: host.address for host in made("10.0.0.2", begun=False).hosts()} == {
         "h": "10.0.0.2"
     }
     with pytest.raises(LaunchError, match=r"no node for host h \(it was 10\.0\.0\.3\) of the plan"):
@@ -518,22 +534,22 @@ def test_hosts_without_an_address_are_where_they_were(
     assert [e.host for e in events if isinstance(e, HostJoined)] == ["y"]  # it may stand in
 
 
-def test_a_spare_host_without_a_node_refuses_nothing(fake: FakeRay) -> None:
+def test_a_spare_host_without_a_node_does_not_stop_the_run(fake: FakeRay) -> None:
     made = made_engine(spares=[PlanHost("d", "k", "10.0.0.9", workers=1)])
     assert not made.resumed
     assert [e.host for e in made.events(0.0) if isinstance(e, HostLost)] == ["d"]
 
 
-def test_the_plans_own_address_of_a_host_is_told(fake: FakeRay) -> None:
+def test_a_host_is_reported_with_its_address_in_the_plan(fake: FakeRay) -> None:
     hosts = [PlanHost("a", "k", "192.168.0.1", workers=1)]
     made = engine.RayEngine(hosts, "roadtrain:r")
-    assert [one.address for one in made.hosts()] == ["192.168.0.1"]
+    assert [host.address for host in made.hosts()] == ["192.168.0.1"]
     made.run_verb(["comes", "a"])
-    (came,) = made.events(0.0)
-    assert isinstance(came, HostJoined) and came.address == "192.168.0.1"
+    (joined,) = made.events(0.0)
+    assert isinstance(joined, HostJoined) and joined.address == "192.168.0.1"
 
 
-def test_a_host_that_came_and_sums_is_told_to_the_next_supervisor(
+def test_the_next_supervisor_learns_of_a_joined_host_that_sums(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a"), node("n9", "new")])
@@ -544,7 +560,7 @@ def test_a_host_that_came_and_sums_is_told_to_the_next_supervisor(
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_a_service_ends_where_there_never_will_be_a_supervisor(
+def test_a_service_ends_if_no_supervisor_ever_comes(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, supervised: bool
 ) -> None:
     monkeypatch.setattr(actors, "HeldProcess", lambda *_: None)
@@ -575,15 +591,15 @@ class Ends:
     alive = False
     begun = 0
 
-    def __init__(self, process: Process, mark: str, tell: Callable[[Any], None]) -> None:
+    def __init__(self, process: Process, mark: str, report: Callable[[Any], None]) -> None:
         Ends.begun += 1
-        tell(ProcessEnded(process.name, -9, "killed"))
+        report(ProcessEnded(process.name, -9, "killed"))
 
     def wait(self, timeout_s: float) -> None: ...
 
 
 def supervised(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor, until it has ended."""
+    """Run the supervisor's actor until it has ended."""
     monkeypatch.setattr(start, "AGAIN_S", 0.0)
     monkeypatch.setattr(start, "HeldProcess", Ends)
     for name in ("roadtrain:r", "roadtrain:r:server a 0", "roadtrain:r2:server a 0"):
@@ -592,14 +608,14 @@ def supervised(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) ->
     until(lambda: list(fake.named) == ["roadtrain:r2:server a 0"])
 
 
-def test_a_run_that_is_given_up_leaves_no_service(
+def test_an_abandoned_run_leaves_no_service(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervised(home, fake, monkeypatch)
     assert home.state().phase == "ended" and "6 times in a row: killed" in home.state().why
 
 
-def test_a_run_whose_state_is_damaged_is_supervised_on(
+def test_a_run_with_damaged_state_is_still_supervised(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home.path / "state.json").write_text("damaged")
@@ -608,7 +624,7 @@ def test_a_run_whose_state_is_damaged_is_supervised_on(
     assert Ends.begun and "times in a row" in home.state().why
 
 
-def test_a_run_whose_home_is_gone_ends_its_actor(
+def test_the_actor_of_a_run_without_a_home_ends(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -619,7 +635,7 @@ def test_a_run_whose_home_is_gone_ends_its_actor(
     assert not Ends.begun
 
 
-def test_the_actor_of_a_start_that_is_over_does_not_begin_the_next(
+def test_the_actor_of_an_ended_start_does_not_begin_the_next(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--resume` a moment after the end."""
@@ -629,7 +645,7 @@ def test_the_actor_of_a_start_that_is_over_does_not_begin_the_next(
     assert not Ends.begun and home.state().phase == "starting"
 
 
-def test_an_actor_that_cannot_be_killed_keeps_no_other(
+def test_an_actor_that_cannot_be_killed_does_not_block_the_next(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fake.kill
@@ -651,14 +667,14 @@ def test_an_actor_that_cannot_be_killed_keeps_no_other(
 
 @pytest.fixture
 def begins(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Begins the supervisor's actor."""
+    """Start the supervisor's actor."""
     monkeypatch.setattr(cluster, "connect", lambda _: None)
     monkeypatch.setattr(fake, "shutdown", lambda: None, raising=False)
     monkeypatch.setattr(start, "SupervisedRun", lambda *_: None)
     return lambda: start.start_supervisor(home)
 
 
-def test_a_launch_waits_for_the_actor_of_the_run_that_has_just_ended(
+def test_a_launch_waits_for_the_actor_of_an_ended_run(
     home: RunHome, fake: FakeRay, begins: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "_await_supervisor", lambda _: None)
@@ -687,7 +703,7 @@ def test_an_interrupted_launch_leaves_no_actor(
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answer(
+def test_a_run_is_alive_while_its_node_is_up_even_if_the_cluster_does_not_answer(
     home: RunHome, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
     def refuses(address: str) -> None:
@@ -697,8 +713,8 @@ def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answ
     processes = [SimpleNamespace(info={"name": words[0], "cmdline": words})] if here else []
     monkeypatch.setattr(cluster, "connect", refuses)
     monkeypatch.setattr(cluster.psutil, "process_iter", lambda _: processes)
-    known = {"head": {"10.0.0.1"}, "10.0.0.1": {"10.0.0.1"}, "other": {"10.0.0.2"}}
-    monkeypatch.setattr(cluster, "addresses_of", lambda host: known.get(host, set()))
+    addresses_by_host = {"head": {"10.0.0.1"}, "10.0.0.1": {"10.0.0.1"}, "other": {"10.0.0.2"}}
+    monkeypatch.setattr(cluster, "addresses_of", lambda host: addresses_by_host.get(host, set()))
     home.write_state(RunState(phase="going"))
     assert start.is_alive(home) is here
     for head, there in (
@@ -712,13 +728,13 @@ def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answ
         assert start.is_alive(home) is there, head
 
 
-def test_all_addresses_of_this_host_are_one() -> None:
-    """Ray calls the head by its own choice of them."""
+def test_all_addresses_of_this_host_mean_the_same_host() -> None:
+    """Ray chooses the address by which it names the head."""
     (own, *_) = (
-        one.address
+        entry.address
         for all in cluster.psutil.net_if_addrs().values()
-        for one in all
-        if one.family == socket.AF_INET and not one.address.startswith("127.")
+        for entry in all
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
     )
     assert cluster.is_same("localhost:1", f"{own}:1")
     assert not cluster.is_same("localhost:1", f"{own}:2")

@@ -1,5 +1,5 @@
-"""Which node of a Ray cluster is which host of a plan: by label, name, address; free nodes for
-unnamed hosts; nodes that die, come again, are drained."""
+"""Matching nodes of a Ray cluster with hosts of a plan by label, name or address; free nodes for
+unnamed hosts; nodes that die, return or are drained."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def node(
 
 
 def where(hosts: HostMap) -> dict[str, str]:
-    return {name: one.node_id for name, one in hosts.hosts.items()}
+    return {name: node.node_id for name, node in hosts.hosts.items()}
 
 
-def test_a_label_goes_before_a_name_and_that_before_an_address() -> None:
+def test_a_label_takes_precedence_over_a_name_and_a_name_over_an_address() -> None:
     hosts = HostMap([PlanHost("a", "k", "10.0.0.1"), PlanHost("b", "k"), PlanHost("c", "k")])
     nodes = [
         node("1", address="10.0.0.1"),
@@ -55,8 +55,8 @@ def test_a_label_goes_before_a_name_and_that_before_an_address() -> None:
     assert not hosts.missing()
 
 
-def test_two_nodes_of_one_address_are_two_hosts_by_their_labels() -> None:
-    """As on `ray.cluster_utils`, where all nodes are one machine."""
+def test_nodes_with_the_same_address_are_told_apart_by_label() -> None:
+    """In `ray.cluster_utils` all nodes are the same machine."""
     hosts = HostMap([PlanHost("a", "k", "127.0.0.1"), PlanHost("b", "k", "127.0.0.1")])
     hosts.look([node("2", address="x", label="a"), node("1", address="x", label="b")])
     assert where(hosts) == {"a": "2", "b": "1"}
@@ -70,7 +70,7 @@ def test_unnamed_hosts_get_free_nodes_that_are_large_enough_in_a_stable_order() 
         hosts = HostMap(plan)
         hosts.look(nodes)
         assert where(hosts) == {"gpu0": "3", "gpu1": "2", "s": "4"}  # the head comes last
-    assert hosts.look(nodes) == []  # what the plan does not use is others'
+    assert hosts.look(nodes) == []  # nodes that the plan does not use are not reported
 
 
 @pytest.mark.parametrize("address", ["10.0.0.9", ""])
@@ -80,7 +80,7 @@ def test_a_host_without_a_node_is_missing(address: str) -> None:
     assert [host.name for host in hosts.missing()] == ["a"]
 
 
-def test_a_node_that_dies_is_told_and_one_of_its_label_is_that_host_again() -> None:
+def test_a_dead_node_is_reported_and_a_new_node_with_its_label_replaces_it() -> None:
     hosts = HostMap([PlanHost("a", "k"), PlanHost("b", "k", servers=STORE)])
     hosts.look([node("1", label="a"), node("2", label="b")])
     assert hosts.look([node("1", label="a")], {"2": "no heartbeat"}.__getitem__) == [
@@ -93,50 +93,50 @@ def test_a_node_that_dies_is_told_and_one_of_its_label_is_that_host_again() -> N
 
 
 def test_a_free_node_never_takes_a_lost_hosts_name() -> None:
-    """Who takes its place asks first what of the run's state rested on it."""
+    """A replacement host must first learn which state of the run the lost host held."""
     plan = [PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)]
     hosts = HostMap(plan)
     hosts.look([node("1", processors=2), node("2")])
     lost = hosts.look([])
     assert {event.host for event in lost if isinstance(event, HostLost)} == {"w", "s"}
-    came = hosts.look([node("7", processors=2)])
-    assert came == [HostJoined("10.1.0.7", "10.1.0.7", 2)]
+    joined = hosts.look([node("7", processors=2)])
+    assert joined == [HostJoined("10.1.0.7", "10.1.0.7", 2)]
     assert [host.name for host in hosts.missing()] == ["w", "s"]
-    back = [node("7", processors=2), node("9", address="10.1.0.1")]  # where w was
+    back = [node("7", processors=2), node("9", address="10.1.0.1")]  # at the address of w
     assert hosts.look(back) == [HostJoined("w", "10.1.0.1", 2)]
     hosts.check()
 
 
-def test_a_node_that_was_idle_from_the_first_is_told_when_a_host_with_workers_is_lost() -> None:
+def test_an_idle_node_is_reported_when_a_host_with_workers_is_lost() -> None:
     plan = [PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)]
     hosts, w, s = HostMap(plan), node("1", label="w"), node("2", label="s")
     idle = [node("3", processors=1), node("4"), node("5"), node("6", label="of another run")]
     assert hosts.look([w, s, *idle]) == []
-    assert [type(event) for event in hosts.look([w, *idle])] == [HostLost]  # nobody can be s
-    lost, came = hosts.look(idle)
+    assert [type(event) for event in hosts.look([w, *idle])] == [HostLost]  # no node can replace s
+    lost, joined = hosts.look(idle)
     assert isinstance(lost, HostLost) and lost.host == "w"
-    assert came == HostJoined("10.1.0.4", "10.1.0.4", 4)
-    assert hosts.look(idle) == []  # one for each
-    lost, came = hosts.look([one for one in idle if one.node_id != "4"])
+    assert joined == HostJoined("10.1.0.4", "10.1.0.4", 4)
+    assert hosts.look(idle) == []  # one node for each lost host
+    lost, joined = hosts.look([node for node in idle if node.node_id != "4"])
     assert isinstance(lost, HostLost) and lost.host == "10.1.0.4"
-    assert isinstance(came, HostJoined) and came.host == "10.1.0.5"
+    assert isinstance(joined, HostJoined) and joined.host == "10.1.0.5"
 
 
-def test_hosts_are_where_they_were_in_the_start_before() -> None:
+def test_hosts_keep_their_nodes_from_the_previous_start() -> None:
     plan = [PlanHost(name, "k", workers=1) for name in "abc"]
     spare = PlanHost("d", "k", workers=1)
-    known = {"a": "10.1.0.3", "b": "10.1.0.9", "c": "10.1.0.1", "d": "10.1.0.2"}
-    hosts = HostMap(plan, [spare], known)
+    earlier = {"a": "10.1.0.3", "b": "10.1.0.9", "c": "10.1.0.1", "d": "10.1.0.2"}
+    hosts = HostMap(plan, [spare], earlier)
     events = hosts.look([node(str(n)) for n in range(1, 5)])
     assert where(hosts) == {"a": "3", "c": "1", "d": "2", "10.1.0.4": "4"}
-    assert [host.name for host in hosts.missing()] == ["b"]  # not dealt anew
+    assert [host.name for host in hosts.missing()] == ["b"]  # not given another node
     assert events == [HostJoined("10.1.0.4", "10.1.0.4", 4)]
     assert [event.host for event in hosts.missing_events() if isinstance(event, HostLost)] == ["b"]
     assert hosts.look([node(str(n)) for n in (1, 2, 3, 4, 9)]) == [HostJoined("b", "10.1.0.9", 1)]
 
 
 @pytest.mark.parametrize("devices", [0, 4])
-def test_a_node_of_its_label_that_is_too_small_is_not_that_host_again(devices: int) -> None:
+def test_a_node_that_is_too_small_does_not_replace_the_host_of_its_label(devices: int) -> None:
     hosts = HostMap([PlanHost("w", "k", workers=4)])
     hosts.look([node("1", label="w", devices=devices)])
     hosts.look([])
@@ -146,7 +146,7 @@ def test_a_node_of_its_label_that_is_too_small_is_not_that_host_again(devices: i
     assert hosts.look([small, whole]) == [HostJoined("w", "10.1.0.3", 4)]
 
 
-def test_a_host_without_accelerators_among_others_is_itself_again() -> None:
+def test_a_host_without_accelerators_is_replaced_by_its_label() -> None:
     hosts = HostMap([PlanHost("gpu", "k", workers=2), PlanHost("cpu", "k", workers=2)])
     gpu, cpu = node("1", label="gpu", devices=2), node("2", label="cpu")
     hosts.look([gpu, cpu])
@@ -154,17 +154,17 @@ def test_a_host_without_accelerators_among_others_is_itself_again() -> None:
     assert hosts.look([gpu, node("3", label="cpu")]) == [HostJoined("cpu", "10.1.0.3", 2)]
 
 
-def test_the_plans_own_address_of_a_host_stays() -> None:
-    """Of its fast card: Ray knows another."""
+def test_a_host_keeps_its_address_in_the_plan() -> None:
+    """The plan names the fast card; Ray knows another address."""
     hosts = HostMap([PlanHost("a", "k", "192.168.0.1"), PlanHost("b", "k")])
     hosts.look([node("1", label="a"), node("2", label="b")])
     assert (hosts.address_of("a"), hosts.address_of("b")) == ("192.168.0.1", "10.1.0.2")
     hosts.look([node("2", label="b")])
-    (came,) = hosts.look([node("3", label="a"), node("2", label="b")])
-    assert isinstance(came, HostJoined) and came.address == "192.168.0.1"
+    (joined,) = hosts.look([node("3", label="a"), node("2", label="b")])
+    assert isinstance(joined, HostJoined) and joined.address == "192.168.0.1"
 
 
-def test_a_node_that_the_plan_does_not_have_is_told_under_a_name_of_its_own() -> None:
+def test_a_node_outside_the_plan_is_reported_under_its_own_name() -> None:
     hosts = HostMap([PlanHost("a", "k")])
     hosts.look([node("1", label="a")])
     events = hosts.look([node("1", label="a"), node("2", processors=3)])
@@ -174,7 +174,7 @@ def test_a_node_that_the_plan_does_not_have_is_told_under_a_name_of_its_own() ->
     )
 
 
-def test_a_drained_node_leaves_once_and_is_given_to_no_host() -> None:
+def test_a_drained_node_leaves_once_and_gets_no_host() -> None:
     hosts = HostMap([PlanHost("a", "k"), PlanHost("b", "k")])
     drained = node("1", label="a", leaves=90.0)
     hosts.look([node("1", label="a")])
@@ -191,15 +191,15 @@ def test_a_drained_node_leaves_once_and_is_given_to_no_host() -> None:
         (node("9", address="10.1.0.2"), "10.1.0.2"),  # the same machine, restarted
     ],
 )
-def test_a_node_that_came_before_the_old_one_was_known_as_dead_is_its_host(
+def test_a_node_that_joins_before_its_predecessor_is_reported_dead_replaces_it(
     twin: RayNode, alias: str
 ) -> None:
-    """Ray takes a killed node for alive until its heartbeats have been missing for a while."""
+    """Ray reports a killed node as alive until several heartbeats are missing."""
     hosts = HostMap([PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)])
     w, s = node("1", label="w"), node("2", address="10.1.0.2")
     hosts.look([w, s])
-    [came] = hosts.look([w, s, twin])
-    assert isinstance(came, HostJoined) and came.host == alias
+    [joined] = hosts.look([w, s, twin])
+    assert isinstance(joined, HostJoined) and joined.host == alias
     assert hosts.look([w, twin]) == [
         HostLost("s", "Ray's node 2: the node has died"),
         HostLost(alias, "Ray's node 9 is now host s again"),
@@ -209,8 +209,8 @@ def test_a_node_that_came_before_the_old_one_was_known_as_dead_is_its_host(
     hosts.check()
 
 
-def test_nodes_of_one_machine_are_no_twins() -> None:
-    """As on `ray.cluster_utils`: a node that came there is a host of its own."""
+def test_nodes_on_the_same_machine_are_separate_hosts() -> None:
+    """In `ray.cluster_utils` a node that joins is a separate host."""
     hosts = HostMap([PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)])
     w, s, more = (node(n, address="127.0.0.1") for n in "129")
     hosts.look([w, s])
@@ -222,7 +222,7 @@ def test_nodes_of_one_machine_are_no_twins() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_comes_and_goes_a_node_is_one_host(seed: int) -> None:
+def test_a_node_is_one_host_whatever_joins_and_leaves(seed: int) -> None:
     random = Random(seed)
     names = "abcd"
     plan = [
@@ -230,7 +230,7 @@ def test_whatever_comes_and_goes_a_node_is_one_host(seed: int) -> None:
         for i, name in enumerate(names)
     ]
     hosts, there = HostMap(plan), {}
-    known: set[str] = set()
+    joined: set[str] = set()
     for _at in range(40):
         if there and random.random() < 0.4:
             del there[random.choice(list(there))]
@@ -241,9 +241,9 @@ def test_whatever_comes_and_goes_a_node_is_one_host(seed: int) -> None:
             match event:
                 case HostLost(host):
                     assert host not in hosts.hosts or hosts.hosts[host].node_id in there
-                    known.discard(host)
+                    joined.discard(host)
                 case HostJoined(host):
-                    known.add(host)
+                    joined.add(host)
         hosts.check()
-        assert {one.node_id for one in hosts.hosts.values()} <= there.keys()
-        assert known <= hosts.hosts.keys()
+        assert {node.node_id for node in hosts.hosts.values()} <= there.keys()
+        assert joined <= hosts.hosts.keys()

@@ -1,4 +1,5 @@
-"""A cluster with the rates that a run's hosts showed, and the orders of hosts that are tried."""
+"""Replanning a run: a cluster with measured rates, and the orders of hosts that the search
+tries."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ DEVICE = {
 
 
 def cluster_of(rates: list[float], count: int = 1, **more: object) -> Cluster:
-    """A kind of `count` hosts for each rate (Mbit/s)."""
+    """A cluster with one kind of `count` hosts for each rate (Mbit/s)."""
     hosts = [
         {
             "name": f"g{number}",
@@ -94,8 +95,8 @@ def planned_on(names: list[str], kind: str) -> Machines:
     )
 
 
-def seen(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
-    """Each pair as fast as the slower card of both."""
+def measured_links(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
+    """Links between all pairs of hosts, each as fast as the slower of both cards."""
     return tuple(
         MeasuredLink(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
         for a in rates
@@ -104,39 +105,41 @@ def seen(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
     )
 
 
-def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are() -> None:
+def test_a_slow_host_becomes_a_separate_kind_and_its_peers_keep_theirs() -> None:
     cluster = cluster_of([100], count=4)
     machines = planned_on(["a", "b", "c", "d"], "g0")
     rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}
-    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
+    found, changes = measured_cluster(cluster, machines, measured_links(rates, 0.9), {}, 0.9)
     assert [host.name for host in found.hosts] == ["a", "b", "c", "d"]
     got = [round(host.nics[0].total / MBIT) for host in found.hosts]
-    assert got == [100, 25, 100, 100]  # what is within 15 % of the file's stays the file's
+    assert got == [100, 25, 100, 100]  # rates within 15 % of the file's are kept
     assert [host.addresses for host in found.hosts] == [(f"10.0.0.{i}",) for i in range(4)]
     assert list(changes) == ["hosts.b.nics"]
     assert "hosts.b.nics" in found.measured
 
 
-def test_what_is_as_the_plan_says_leaves_the_cluster_as_it_was() -> None:
+def test_rates_near_the_planned_ones_leave_the_cluster_unchanged() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     rates = dict.fromkeys("abc", 90.0)
-    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
+    found, changes = measured_cluster(cluster, machines, measured_links(rates, 0.9), {}, 0.9)
     assert found is cluster and not changes
 
 
-def test_of_a_card_the_worse_direction_counts() -> None:
+def test_the_slower_direction_of_a_card_counts() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     links = [
-        MeasuredLink(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
-        for one in seen(dict.fromkeys("abc", 100.0), 0.9)
+        MeasuredLink(
+            link.sender, link.receiver, link.rate / (4 if link.receiver == "b" else 1), 0.0
+        )
+        for link in measured_links(dict.fromkeys("abc", 100.0), 0.9)
     ]
     found, _ = measured_cluster(cluster, machines, tuple(links), {}, 0.9)
     assert [round(host.nics[0].total / MBIT) for host in found.hosts] == [100, 25, 100]
 
 
-def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
+def test_equally_slowed_hosts_stay_one_kind() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     slower = dict.fromkeys("abc", 2.0)
@@ -146,8 +149,8 @@ def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
     assert len(changes) == 3
 
 
-def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
-    """A kind whose hosts serve is not split: a plan has servers on one kind."""
+def test_servers_with_equal_shares_get_the_rate_of_the_slowest() -> None:
+    """The kind of the servers is not split, since a plan places servers on a single kind."""
     cluster = make_cluster(
         {
             "hosts": [
@@ -162,14 +165,14 @@ def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
         PlanHost(name="spare0", kind="spare", address="a", servers=served),
         PlanHost(name="spare1", kind="spare", address="b", servers=served),
     )
-    links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
+    links = measured_links({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 0.9)
     assert list(changes) == ["hosts.spare1.nics"]  # no peer is as fast as gpu
     assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
     assert round(found.hosts[0].nics[0].rate / MBIT) == 25
 
 
-def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
+def test_a_slow_link_between_switches_lowers_the_links_rate_and_no_cards() -> None:
     cluster = make_cluster(
         {
             "hosts": [
@@ -189,10 +192,10 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     kinds = {"a": "left", "b": "left", "c": "right", "d": "right"}
     hosts = tuple(PlanHost(name=n, kind=k, address=n, workers=1) for n, k in kinds.items())
     links = tuple(
-        MeasuredLink(one, other, (400 if kinds[one] == kinds[other] else 50) * MBIT, 1e-4)
-        for one in kinds
+        MeasuredLink(sender, other, (400 if kinds[sender] == kinds[other] else 50) * MBIT, 1e-4)
+        for sender in kinds
         for other in kinds
-        if one != other
+        if sender != other
     )
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 1.0)
     assert found.hosts == cluster.hosts
@@ -204,18 +207,20 @@ def names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
     return tuple(host.name for host in hosts)
 
 
-def test_hosts_that_are_alike_have_one_order() -> None:
-    assert [one.text for one in arrangements(cluster_of([100, 100, 100]))] == [
+def test_identical_hosts_have_a_single_order() -> None:
+    assert [arrangement.text for arrangement in arrangements(cluster_of([100, 100, 100]))] == [
         "hosts in the order g0, g1, g2"
     ]
 
 
-def test_a_slow_host_is_tried_at_each_place_and_left_out() -> None:
+def test_a_slow_host_is_tried_at_each_position_and_left_out() -> None:
     cluster = cluster_of([100, 25, 100])
     found = list(arrangements(cluster))
     rates = {
-        tuple(round(h.nics[0].total / MBIT) for h in one.cluster.workers): names(one.left_out)
-        for one in found
+        tuple(round(h.nics[0].total / MBIT) for h in arrangement.cluster.workers): names(
+            arrangement.left_out
+        )
+        for arrangement in found
     }
     assert rates == {
         (100, 25, 100): (),
@@ -224,7 +229,7 @@ def test_a_slow_host_is_tried_at_each_place_and_left_out() -> None:
         (25, 100, 100): (),
     }
     assert found[0].cluster.hosts == cluster.hosts
-    assert all(len(one.whole.workers) == 3 for one in found)
+    assert all(len(arrangement.whole.workers) == 3 for arrangement in found)
 
 
 def test_arrangements_of_many_hosts_are_bounded_and_move_the_slow_ones_to_an_end() -> None:
@@ -232,24 +237,24 @@ def test_arrangements_of_many_hosts_are_bounded_and_move_the_slow_ones_to_an_end
     rates[7], rates[19] = 25.0, 50.0
     found = list(arrangements(cluster_of(rates)))
     assert len(found) <= MOST
-    assert any(names(one.left_out) == ("g7",) for one in found)
-    assert any(one.cluster.workers[-1].name == "g7" for one in found)
+    assert any(names(arrangement.left_out) == ("g7",) for arrangement in found)
+    assert any(arrangement.cluster.workers[-1].name == "g7" for arrangement in found)
 
 
-def searched(cluster: Cluster) -> SearchResult:
+def search_all(cluster: Cluster) -> SearchResult:
     model = from_config(LLAMA, seq_len=128)
     return search(cluster, model, Constants(), batch=16, placements=["zero1"], explain=False)
 
 
 def test_a_slowed_card_in_the_middle_of_a_pipeline_is_planned_away() -> None:
     cluster = cluster_of([100, 25, 100, 100])
-    found, as_given = best_arrangement(cluster, searched), searched(cluster).pick
+    found, as_given = best_arrangement(cluster, search_all), search_all(cluster).pick
     assert as_given is not None and found.answer.pick is not None
     assert found.answer.pick.score < 0.9 * as_given.score
     assert found.arrangement.cluster.workers[1].name != "g1"
 
 
-def test_where_no_arrangement_takes_a_plan_the_first_reason_is_told() -> None:
+def test_if_no_arrangement_takes_a_plan_the_first_reason_is_reported() -> None:
     def refused(cluster: Cluster) -> SearchResult:
         raise ConfigError(f"no plan for {cluster.workers[0].name}")
 
@@ -271,8 +276,8 @@ def test_medians_of_a_workers_last_steps(tmp_path: Path) -> None:
     assert seconds_of(tmp_path / "none.jsonl") is None
 
 
-def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_path: Path) -> None:
-    """Nor those at full width with those of fewer hosts, of which nothing is predicted."""
+def test_steps_of_an_earlier_plan_are_not_counted(tmp_path: Path) -> None:
+    """Steps on fewer hosts, which have no prediction, are not mixed with those at full width."""
     path = tmp_path / "metrics.jsonl"
 
     def written(*predicted: float) -> None:
@@ -298,19 +303,19 @@ def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_pa
     assert (found.seconds, found.predicted) == (9.0, {})
 
 
-def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
-    """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
+def test_hosts_that_measure_links_read_the_token_from_standard_input(tmp_path: Path) -> None:
+    """Rule 8: no token on a command line. Two hosts listen and one measures, as an engine starts
     them."""
     others = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     words = [sys.executable, "-m", MODULE]
     write_token(tmp_path / "token", b"t" * 32)
     listening = [
-        subprocess.Popen([*words, one, str(tmp_path / "token")], stdout=subprocess.DEVNULL)
-        for one in others
+        subprocess.Popen([*words, listener, str(tmp_path / "token")], stdout=subprocess.DEVNULL)
+        for listener in others
     ]
     try:
-        told = msgspec.json.encode(MeasureRequest("t" * 32, others))
-        done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
+        request = msgspec.json.encode(MeasureRequest("t" * 32, others))
+        done = subprocess.run(words, input=request, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
         found = msgspec.json.decode(done.stdout, type=HostAnswer)
     finally:
@@ -332,7 +337,7 @@ JOB = {
 
 
 def with_a_spare(cluster: Cluster) -> Cluster:
-    """A host like the others, without devices."""
+    """Add a host like the others but without devices."""
     update = {"name": "spare", "count": 1, "addresses": ("10.0.0.9",), "devices": 0, "device": None}
     spare = cluster.hosts[0].model_copy(update=update)
     return cluster.model_copy(update={"hosts": (*cluster.hosts, spare)})
@@ -341,20 +346,22 @@ def with_a_spare(cluster: Cluster) -> Cluster:
 DP4 = Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4)
 
 
-def launched(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
-    """What a launch of the plan leaves in its home, and what its supervisor measured: the card of
-    gpu1 has a quarter of its rate."""
+def write_launch(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
+    """Write what a launch of the plan leaves in its home, with measurements: the card of gpu1 runs
+    at a quarter of its rate."""
     result = simulate(plan, cluster, from_config(LLAMA, seq_len=128), Constants(), checked=False)
     file = PlanFile(plan, machines_of(plan, cluster), predicted_of(result), cluster)
     record = LaunchRecord(name=home.name, engine="here", launched=time.time(), directory="/")
     home.write(record, file.to_toml(), tomli_w.dumps(JOB))
-    measured_again(home)
+    write_measurements(home)
     return file
 
 
-def measured_again(home: RunHome) -> None:
+def write_measurements(home: RunHome) -> None:
     rates = {f"gpu{number}": 25.0 if number == 1 else 100.0 for number in range(4)}
-    links = tuple((one.sender, one.receiver, one.rate, 1e-4) for one in seen(rates, 0.9))
+    links = tuple(
+        (link.sender, link.receiver, link.rate, 1e-4) for link in measured_links(rates, 0.9)
+    )
     home.measured_path.write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
 
 
@@ -366,7 +373,7 @@ def shape_of_the_job() -> ModelShape:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_of_the_job: ModelShape) -> RunHome:
     monkeypatch.setenv("HOME", str(tmp_path))
-    # the same job is planned anew in each test
+    # each test plans the same job again
     monkeypatch.setattr(replan_module, "shape_of_job", lambda job: shape_of_the_job)
     return RunHome.of("again")
 
@@ -378,10 +385,10 @@ def gpus() -> Cluster:
     return make_cluster({"hosts": [kind.model_dump(by_alias=True, exclude_defaults=True)]})
 
 
-def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_kept(
+def test_a_slowed_link_gives_a_new_plan_of_the_same_hosts_and_keeps_the_old_file(
     home: RunHome,
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     lines: list[str] = []
     assert replan(home, ReplanOptions(), pytest.fail, lines.append) == 0
     new = load_plan_file(home.plan_path)
@@ -394,43 +401,43 @@ def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_k
     assert lines[0] == "hosts.gpu1.nics: measured 3.1 MB/s, the plan has 12 MB/s"
 
 
-def test_a_dry_run_leaves_the_plan_and_writes_the_new_one_where_it_is_asked_to(
+def test_a_dry_run_keeps_the_plan_and_writes_the_new_one_to_the_given_file(
     home: RunHome, tmp_path: Path
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     options = ReplanOptions(dry_run=True, write_plan=str(tmp_path / "new.toml"))
     replan(home, options, pytest.fail, lambda _: None)
     assert load_plan_file(home.plan_path) == old
     assert load_plan_file(tmp_path / "new.toml").plan != old.plan
 
 
-def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+def test_a_slightly_better_plan_is_not_adopted(home: RunHome) -> None:
+    write_launch(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     after = home.plan_path.read_text()
-    measured_again(home)
+    write_measurements(home)
     lines: list[str] = []
     replan(home, ReplanOptions(), pytest.fail, lines.append)
     assert home.plan_path.read_text() == after
     assert "less than 3%: the old plan stays" in lines[-2]
 
 
-def test_a_run_of_which_nothing_was_measured_is_refused_with_what_to_do(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+def test_a_run_without_measurements_is_refused_with_a_hint(home: RunHome) -> None:
+    write_launch(home, gpus(), DP4)
     home.measured_path.unlink()
     with pytest.raises(LaunchError, match=r"is not running.*\n.*--resume again, then --replan"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
 
 
-def test_placements_are_of_a_new_run(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+def test_another_placement_needs_a_new_run(home: RunHome) -> None:
+    write_launch(home, gpus(), DP4)
     with pytest.raises(ConfigError, match="--new-run NAME"):
         replan(home, ReplanOptions(placements=("server",)), pytest.fail)
 
 
-def test_what_was_measured_goes_with_the_plan_that_it_was_measured_by(home: RunHome) -> None:
-    """Else a host that is twice as slow as planned is planned twice as slow again."""
-    launched(home, gpus(), DP4)
+def test_measurements_belong_to_the_plan_they_were_made_under(home: RunHome) -> None:
+    """Otherwise a host at half its planned speed would be planned at a quarter next time."""
+    write_launch(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     assert not home.measured_path.exists()
     after = home.plan_path.read_text()
@@ -439,8 +446,8 @@ def test_what_was_measured_goes_with_the_plan_that_it_was_measured_by(home: RunH
     assert home.plan_path.read_text() == after
 
 
-def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: RunHome) -> None:
-    old = launched(home, gpus(), DP4)
+def test_without_link_measurements_the_plan_stays_and_the_gap_is_reported(home: RunHome) -> None:
+    old = write_launch(home, gpus(), DP4)
     slower = [
         MeasuredWorker(
             f"gpu{rank}",
@@ -449,7 +456,7 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
         for rank in range(4)
     ]
     missing = ("host gpu2, which does not answer", "steps of gpu3: it has gone")
-    for workers in ([], slower):  # by these another plan is better
+    for workers in ([], slower):  # these measurements favor another plan
         found = MeasuredRun((), tuple(workers), missing, shared=True)
         home.measured_path.write_bytes(msgspec.json.encode(found))
         lines: list[str] = []
@@ -461,9 +468,9 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
     assert lines[-2] == "no link was measured: the old plan stays"
 
 
-def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None:
-    """As many others do not do."""
-    file = launched(home, gpus(), DP4)
+def test_a_run_continues_on_the_hosts_that_hold_its_state(home: RunHome) -> None:
+    """Other hosts in the same number are refused."""
+    file = write_launch(home, gpus(), DP4)
     run = planned_run(home)
     two = tuple(host for host in run.machines.hosts if host.name in ("gpu0", "gpu1"))
     old = file.plan.changed(parallelism=Parallelism(dp=2), num_microbatches=8)
@@ -477,8 +484,8 @@ def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None
         again(found.model_copy(update={"hosts": tuple(without)}))
 
 
-def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
-    launched(home, gpus(), DP4)
+def test_a_run_keeps_its_delay_and_compression(home: RunHome) -> None:  # Rule 2
+    write_launch(home, gpus(), DP4)
     run = planned_run(home)
     cluster = with_a_spare(run.cluster)
 
@@ -501,20 +508,20 @@ def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
     assert pick is not None and pick.plan.keep == 0.1
 
 
-def test_a_new_run_has_no_store_of_the_old_one(home: RunHome, tmp_path: Path) -> None:
+def test_a_new_run_shares_no_store_with_the_old_one(home: RunHome, tmp_path: Path) -> None:
     served = Plan(placement("server"), Parallelism(dp=4), num_microbatches=4)
-    old = launched(home, with_a_spare(gpus()), served)
+    old = write_launch(home, with_a_spare(gpus()), served)
     path = tmp_path / "new.toml"
     options = ReplanOptions(new_run="other", placements=("server",), write_plan=str(path))
     replan(home, options, pytest.fail, lambda _: None)
     new = load_plan_file(path)
     assert old.machines is not None and new.machines is not None
     ours, theirs = (
-        {one for host in machines.hosts for one in host.directories}
+        {directory for host in machines.hosts for directory in host.directories}
         for machines in (old.machines, new.machines)
     )
     assert theirs == {"/dev/shm/roadtrain-other-spare"} and not ours & theirs
-    home.plan_path.write_text(path.read_text())  # it was launched under another name
+    home.plan_path.write_text(path.read_text())  # as if launched under another name
     with pytest.raises(
         ConfigError, match="would use stores of the existing run: /dev/shm/roadtrain-ot"
     ):
@@ -524,13 +531,13 @@ def test_a_new_run_has_no_store_of_the_old_one(home: RunHome, tmp_path: Path) ->
 
 
 class Paused:
-    """A run that is alive until it is asked to measure, in a thread; it ends for `why`, and has
-    been measured. What it is gone on with."""
+    """A run in a thread that lives until it gets a request, then measures and ends for `why`.
+    Records the requests and how the run is continued."""
 
     def __init__(self, home: RunHome, why: str = PLANNED_ANEW, after: RunState | None = None):
         self.home, self.why = home, why
         self.after = after or RunState(phase="going", stamps={StartPhase.CHECKED: 1.0})
-        self.asked: list[str] = []
+        self.verbs: list[str] = []
         self.gone_on: list[tuple[str, bool]] = []
         self.lines: list[str] = []
         self.ended = threading.Event()
@@ -541,14 +548,14 @@ class Paused:
         with self.home.supervised(), ControlSocket(self.home) as control:
             self._there.set()
             until = time.monotonic() + 30
-            while not self.asked and time.monotonic() < until:
+            while not self.verbs and time.monotonic() < until:
                 for request in control.requests():
-                    self.asked.append(request.verb)
+                    self.verbs.append(request.verb)
                     request.connection.answer({})
                 time.sleep(0.01)
             self.home.write_state(RunState(phase="ending"))
             time.sleep(0.1)
-            measured_again(self.home)
+            write_measurements(self.home)
             self.home.write_state(RunState(phase="ended", code=130, why=self.why))
         self.ended.set()
 
@@ -558,8 +565,8 @@ class Paused:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.ended.is_set() and not self.asked:
-            self.asked.append("over")
+        if not self.ended.is_set() and not self.verbs:
+            self.verbs.append("over")
         self._thread.join(30)
         assert not self._thread.is_alive()
 
@@ -575,7 +582,7 @@ class Paused:
 
 @pytest.fixture
 def no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was gone on with is alive."""
+    """Count a continued run as alive although no supervisor runs."""
 
     def alive(home: RunHome) -> bool:
         return home.is_supervised() or home.state().phase == "going"
@@ -599,30 +606,31 @@ def ends_with_its_launcher(home: RunHome) -> None:
         ({"dry_run": True}, "stop", ("stop", False)),
     ],
 )
-def test_a_run_goes_on_as_it_was_launched(
+def test_a_run_continues_with_its_launch_options(
     home: RunHome, options: dict[str, Any], recorded: str, started: tuple[str, bool]
 ) -> None:
-    """One that ends with its launcher gets this command as its new one, a dry run too."""
-    launched(home, gpus(), DP4)
+    """A run that ends with its launcher gets this command as its new launcher, even in a dry
+    run."""
+    write_launch(home, gpus(), DP4)
     if recorded == "stop":
         ends_with_its_launcher(home)
     with Paused(home) as run:
         assert run.replan(**options) == 0
-    assert (run.asked, run.gone_on) == (["measure"], [started])
+    assert (run.verbs, run.gone_on) == (["measure"], [started])
     stays = any("this command waits for the run's end" in line for line in run.lines)
     assert stays == (recorded == "stop" and "dry_run" in options)
 
 
 @pytest.mark.usefixtures("no_supervisor")
-def test_a_dry_run_ends_once_it_is_known_whether_the_run_goes_on(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+def test_a_dry_run_ends_once_the_run_has_continued_or_failed(home: RunHome) -> None:
+    write_launch(home, gpus(), DP4)
     refused = RunState(phase="ended", code=2, why="port 7000 is taken")
     with Paused(home, after=refused) as run:
         assert run.replan(dry_run=True) == 2
     assert run.lines[-1] == "run again has ended: port 7000 is taken"
     home.write_state(RunState(phase="starting"))
     with Paused(home, after=RunState(phase="going")) as run:
-        checking = threading.Thread(target=checked_later, args=(home,))
+        checking = threading.Thread(target=check_later, args=(home,))
         checking.start()
         assert run.replan(dry_run=True) == 0
         assert StartPhase.CHECKED in home.state().stamps
@@ -630,8 +638,8 @@ def test_a_dry_run_ends_once_it_is_known_whether_the_run_goes_on(home: RunHome) 
 
 
 @pytest.mark.usefixtures("no_supervisor")
-def test_a_run_goes_on_by_the_plan_before_where_the_new_one_is_refused(home: RunHome) -> None:
-    old = launched(home, gpus(), DP4)
+def test_a_run_continues_with_its_old_plan_if_the_new_plan_is_refused(home: RunHome) -> None:
+    old = write_launch(home, gpus(), DP4)
     plans: list[PlanFile] = []
     with Paused(home) as run:
         going = run.after
@@ -647,8 +655,8 @@ def test_a_run_goes_on_by_the_plan_before_where_the_new_one_is_refused(home: Run
     assert "the old plan: port 7000 is taken" in run.lines[-1]
 
 
-def checked_later(home: RunHome) -> None:
-    """As a supervisor does that has just been started."""
+def check_later(home: RunHome) -> None:
+    """Record, a little later, that the run was checked, as a newly started supervisor does."""
     while home.state().phase != "going":
         time.sleep(0.02)
     time.sleep(0.5)
@@ -657,35 +665,35 @@ def checked_later(home: RunHome) -> None:
 
 @pytest.mark.usefixtures("no_supervisor")
 @pytest.mark.parametrize("why", ["the user asked for it", "all workers are done"])
-def test_a_run_that_ended_by_itself_meanwhile_does_not_go_on(home: RunHome, why: str) -> None:
-    old = launched(home, gpus(), DP4)
+def test_a_run_that_ended_by_itself_is_not_continued(home: RunHome, why: str) -> None:
+    old = write_launch(home, gpus(), DP4)
     with Paused(home, why) as run:
         assert run.replan() == 130
     assert not run.gone_on and load_plan_file(home.plan_path) == old
     assert f"and is not resumed: {why} (`roadtrain launch --resume again`" in run.lines[-1]
 
 
-def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `--replan` does next starts nothing."""
-    monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
+def assert_stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the next step of `--replan` starts nothing."""
+    monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run continues"))
     assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
     assert home.state().why == supervisor_process.USER_ASKED
 
 
-def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
+def test_a_run_stopped_while_it_is_replanned_stays_stopped(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="ended", code=130, why=PLANNED_ANEW))
     assert run_verbs.stop_run(home.name) == 0
-    stays_stopped(home, monkeypatch)
+    assert_stays_stopped(home, monkeypatch)
 
 
-def test_a_run_that_is_stopped_while_its_links_are_measured_stays_stopped(
+def test_a_run_stopped_while_its_links_are_measured_stays_stopped(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its supervisor has its lock, and listens to nobody any more."""
-    launched(home, gpus(), DP4)
+    """Its supervisor holds the lock but no longer accepts requests."""
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="ending"))
     measuring = threading.Event()
 
@@ -700,27 +708,27 @@ def test_a_run_that_is_stopped_while_its_links_are_measured_stays_stopped(
     assert measuring.wait(10)
     assert run_verbs.stop_run(home.name) == 0
     supervisor.join(10)
-    stays_stopped(home, monkeypatch)
+    assert_stays_stopped(home, monkeypatch)
 
 
-def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
+def test_a_run_that_continued_before_the_stop_request_gets_the_request_again(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(home, gpus(), DP4)
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="going"))
-    alive, heard = [True, True, False, False, False], [False, True]
+    alive, answers = [True, True, False, False, False], [False, True]
     monkeypatch.setattr(run_verbs, "is_alive", lambda _: alive.pop(0))
-    monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: heard.pop(0))
+    monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: answers.pop(0))
     monkeypatch.setattr(run_verbs, "report_end", lambda *_: 130)
     monkeypatch.setattr(run_verbs, "stay_stopped", lambda _: False)
-    assert run_verbs.stop_run(home.name) == 0 and not heard
+    assert run_verbs.stop_run(home.name) == 0 and not answers
 
 
 def test_a_stop_does_not_wait_for_another_start_of_the_run(
     home: RunHome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which was resumed before the command looked again."""
-    launched(home, gpus(), DP4)
+    """The run is resumed between two checks of the command."""
+    write_launch(home, gpus(), DP4)
     home.write_state(RunState(phase="going"))
     monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: True)
     monkeypatch.setattr(run_verbs, "STOPS_S", 1.0)
@@ -739,24 +747,24 @@ def test_a_stop_does_not_wait_for_another_start_of_the_run(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])
 @pytest.mark.parametrize(
-    ("why", "recorded", "gone_on", "said"),
+    ("why", "recorded", "gone_on", "message"),
     [
         (PLANNED_ANEW, "keep", True, "run again goes on with its old plan"),
         (PLANNED_ANEW, "stop", False, "stays stopped, as it ends with its launcher"),
         ("the user asked for it", "keep", False, "is not resumed: the user asked for it"),
     ],
 )
-def test_whatever_fails_once_it_was_asked_the_run_ends_and_goes_on(
+def test_after_an_error_in_replan_the_run_still_ends_and_continues(
     home: RunHome,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     why: str,
     recorded: str,
     gone_on: bool,
-    said: str,
+    message: str,
 ) -> None:
-    """Also while it still stops and measures."""
-    launched(home, gpus(), DP4)
+    """Including an error while the run still stops and measures."""
+    write_launch(home, gpus(), DP4)
     if recorded == "stop":
         ends_with_its_launcher(home)
 
@@ -764,7 +772,7 @@ def test_whatever_fails_once_it_was_asked_the_run_ends_and_goes_on(
         failed: list[BaseException] = []
 
         def alive(home: RunHome) -> bool:
-            if run.asked and not failed:
+            if run.verbs and not failed:
                 failed.append(error)
                 raise error
             return home.is_supervised() or home.state().phase == "going"
@@ -776,25 +784,25 @@ def test_whatever_fails_once_it_was_asked_the_run_ends_and_goes_on(
         assert run.gone_on == [("stop", False)]  # this command stays
         return
     assert run.gone_on == ([("keep", True)] if gone_on else [])
-    assert said in run.lines[-1]
+    assert message in run.lines[-1]
 
 
 @pytest.mark.parametrize("lacking", ["machines", "cluster"])
-def test_what_cannot_be_planned_anew_is_refused_before_anything_is_stopped(
+def test_a_run_that_cannot_be_replanned_is_refused_before_it_is_stopped(
     home: RunHome, lacking: str
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     home.plan_path.write_text(replace(old, **{lacking: None}).to_toml())
     with Paused(home) as run:
         with pytest.raises(ConfigError, match="lacks machines or a cluster"):
             run.replan()
-        assert not run.asked
+        assert not run.verbs
 
 
-def test_hosts_that_the_cluster_names_otherwise_are_refused_before_anything_is_stopped(
+def test_hosts_missing_from_the_cluster_are_refused_before_the_run_is_stopped(
     home: RunHome,
 ) -> None:
-    old = launched(home, gpus(), DP4)
+    old = write_launch(home, gpus(), DP4)
     assert old.machines is not None
     hosts = tuple(replace(host, name=f"mine{n}") for n, host in enumerate(old.machines.hosts))
     machines = replace(old.machines, hosts=hosts)
@@ -805,23 +813,23 @@ def test_hosts_that_the_cluster_names_otherwise_are_refused_before_anything_is_s
             match=r"only \[machines\] has mine0, mine1, .*; only \[cluster\] has gpu0, gpu1",
         ):
             run.replan()
-        assert not run.asked
+        assert not run.verbs
 
 
-def test_a_run_that_nothing_would_hold_is_not_planned_anew_detached(home: RunHome) -> None:
-    launched(home, gpus(), DP4)
+def test_a_run_tied_to_its_launcher_is_not_replanned_detached(home: RunHome) -> None:
+    write_launch(home, gpus(), DP4)
     ends_with_its_launcher(home)
     with Paused(home) as run:
         with pytest.raises(ConfigError, match=r"ends with its launcher .this command"):
             run.replan(detach=True)
-        assert not run.asked
+        assert not run.verbs
 
 
-def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
+def test_a_run_whose_supervisor_is_being_restarted_is_alive(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Ray. Its plan is not replaced under it."""
-    old = launched(home, gpus(), DP4)
+    """On Ray: the plan of such a run is not replaced."""
+    old = write_launch(home, gpus(), DP4)
     home.write_record(msgspec.structs.replace(home.record(), engine="again"))
     kind = EngineKind("", alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
@@ -839,7 +847,7 @@ def alive(home: RunHome) -> bool:
     return True
 
 
-def test_servers_keep_their_stores_order_and_ports_whatever_the_workers_do() -> None:
+def test_servers_keep_stores_order_and_ports_when_workers_change() -> None:
     served = (ServerPlace("/mnt/a/mine", 7100),)
     old = Machines(
         (

@@ -1,4 +1,4 @@
-"""A run whose supervisor is killed has another one: its standby."""
+"""The standby takes over a run whose supervisor is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> RunHome:
 
 @pytest.fixture
 def tries(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> list[RunHome]:
-    """Of a supervisor that cannot go on."""
+    """Record the attempts to supervise a run that cannot continue."""
     made: list[RunHome] = []
 
     def fails(home: RunHome) -> int:
@@ -37,7 +37,9 @@ def tries(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> list[RunHome]:
     return made
 
 
-def test_it_waits_until_the_supervisor_is_gone(home: RunHome, tries: list[RunHome]) -> None:
+def test_the_standby_waits_until_the_supervisor_is_gone(
+    home: RunHome, tries: list[RunHome]
+) -> None:
     """Rule 3."""
     with home.supervised():
         waits = threading.Thread(target=standby_main.stand_by, args=(home,))
@@ -49,12 +51,14 @@ def test_it_waits_until_the_supervisor_is_gone(home: RunHome, tries: list[RunHom
     assert "the supervisor was killed; the standby goes on" in home.all_log.read_text()
 
 
-def test_a_run_that_had_ended_stays_so(home: RunHome, tries: list[RunHome]) -> None:
+def test_an_ended_run_is_not_supervised_again(home: RunHome, tries: list[RunHome]) -> None:
     home.write_state(msgspec.structs.replace(home.state(), phase="ended", code=130, why="enough"))
     assert standby_main.stand_by(home) == 130 and home.state().why == "enough" and not tries
 
 
-def test_a_run_that_cannot_go_on_is_told_as_ended(home: RunHome, tries: list[RunHome]) -> None:
+def test_a_run_that_cannot_continue_is_recorded_as_ended(
+    home: RunHome, tries: list[RunHome]
+) -> None:
     assert standby_main.stand_by(home) == 1 and len(tries) == standby_main.TRIES
     state = home.state()
     assert (state.phase, state.code) == ("ended", 1) and "attempts to go on failed" in state.why
@@ -65,11 +69,11 @@ def test_an_empty_state_does_not_end_the_standby(home: RunHome, tries: list[RunH
     assert standby_main.stand_by(home) == 1 and len(tries) == standby_main.TRIES
 
 
-POPEN = subprocess.Popen  # the real one
+POPEN = subprocess.Popen  # the real class
 
 
 class Started:
-    """Popen of a process that does nothing."""
+    """A Popen whose process does nothing."""
 
     made = 0
 
@@ -82,34 +86,32 @@ class Started:
         return getattr(self._real, name)
 
 
-def test_a_standby_that_is_killed_is_started_again(
-    home: RunHome, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_standby_is_restarted(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise.subprocess, "Popen", Started)
     monkeypatch.setattr(Started, "made", 0)
-    one = Standby(home, print)
+    standby = Standby(home, print)
     for now in (1.0, 2.0, 20.0):
-        one.keep(now)
+        standby.keep(now)
     assert Started.made == 1
-    one.close()
-    one.keep(21.0)
+    standby.close()
+    standby.keep(21.0)
     assert Started.made == 2
-    one.close()
-    one.keep(22.0)
-    assert Started.made == 2  # not sooner than after 10 s
-    one.close()
+    standby.close()
+    standby.keep(22.0)
+    assert Started.made == 2  # no sooner than after 10 s
+    standby.close()
 
 
-def test_a_standby_that_cannot_be_started_ends_nothing(
+def test_a_failed_start_of_the_standby_does_not_end_the_run(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: Any, **__: Any) -> None:
         raise OSError("no processes left")
 
     monkeypatch.setattr(supervise.subprocess, "Popen", refuses)
-    said: list[str] = []
-    one = Standby(home, said.append)
-    one.keep(1.0)
-    one.keep(2.0)
-    one.close()
-    assert said == ["the standby could not be started, another try follows: no processes left"]
+    lines: list[str] = []
+    standby = Standby(home, lines.append)
+    standby.keep(1.0)
+    standby.keep(2.0)
+    standby.close()
+    assert lines == ["the standby could not be started, another try follows: no processes left"]

@@ -1,5 +1,5 @@
-"""Options of the wrong type or value are a ConfigError that names the option, what was given and
-what is accepted."""
+"""Options of the wrong type or value are a ConfigError that names the option, the value and the
+accepted values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ UNLIMITED = {"target"}  # fields that may hold anything
 
 
 class Stranger:
-    """An instance is what no option takes."""
+    """A type that no option accepts."""
 
     def __repr__(self) -> str:
         return "a stranger"
@@ -107,7 +107,7 @@ def test_every_field_of_a_value_is_checked(kind: type, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "given", "accepted"),
+    ("option", "value", "accepted"),
     [
         ("compress", "topk", "TopK, Downcast or None"),
         ("compress", TopK, "TopK, Downcast or None"),
@@ -140,11 +140,11 @@ def test_every_field_of_a_value_is_checked(kind: type, name: str) -> None:
         ("report", None, "a function"),
     ],
 )
-def test_a_wrong_value_is_refused(option: str, given: object, accepted: str) -> None:
+def test_a_wrong_value_is_refused(option: str, value: object, accepted: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        place(**{option: given})
+        place(**{option: value})
     message, hint = str(caught.value).split("\n")
-    assert f"`{option}` cannot be {given!r}" in message
+    assert f"`{option}` cannot be {value!r}" in message
     assert hint.startswith(f"hint: `{option}` must be {accepted}")
 
 
@@ -160,7 +160,7 @@ def test_model_and_optimizer_swapped() -> None:
         roadtrain.place(optimizer, net)  # type: ignore[arg-type]
 
 
-def test_a_size_of_no_unit_is_a_unit_error() -> None:
+def test_a_size_without_a_known_unit_is_a_unit_error() -> None:
     with pytest.raises(UnitError, match=r"place\(\): `host_budget` cannot be 'lots' .*not a size"):
         place(host_budget="lots")
 
@@ -181,7 +181,7 @@ def test_a_store_that_is_a_file(tmp_path: Path, below: str) -> None:
     assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
 
 
-def test_weights_are_looked_at_before_a_store_is_made(tmp_path: Path) -> None:
+def test_weights_are_checked_before_a_store_is_created(tmp_path: Path) -> None:
     net, store = model(), tmp_path / "store"
     with pytest.raises(ConfigError, match="there is no safetensors file"):
         roadtrain.place(
@@ -197,7 +197,7 @@ def test_arguments_given_twice_are_refused() -> None:
         Parallelism(1, 1, 1, (), 1, 1, 1, (), 9)
 
 
-def test_what_is_accepted_in_words() -> None:
+def test_accepted_values_are_described_in_words() -> None:
     def made(
         a: int, b: Literal["x", "y"], c: Annotated[float, Field(ge=0, lt=2)] | None, d: list[str]
     ) -> None: ...
@@ -209,11 +209,11 @@ def test_what_is_accepted_in_words() -> None:
         "d": list[str],
     }
     check_options(made, {"a": 1, "b": "x", "c": 1, "d": []})
-    for given, words in (
+    for arguments, words in (
         ({"a": True}, r"made\(\): `a` cannot be True\nhint: `a` must be an integer$"),
         ({"b": "z"}, "`b` cannot be 'z'\nhint: `b` must be 'x' or 'y'$"),
         ({"c": 2.0}, r"`c` cannot be 2\.0\nhint: .* a number at least 0 and below 2 or None$"),
         ({"d": "text"}, "`d` cannot be 'text'\nhint: .* a list in which each item is a string$"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_options(made, given)
+            check_options(made, arguments)

@@ -25,7 +25,7 @@ def test_rates(text: str, bytes_per_s: float) -> None:
 @pytest.mark.parametrize(
     "text", ["400", "400/s", "400Mbit", "-1Mbit/s", "0Mbit/s", "fast", "1 Mbps", ""]
 )
-def test_what_is_no_rate(text: str) -> None:
+def test_invalid_rates_are_refused(text: str) -> None:
     with pytest.raises(UnitError, match="is not a rate"):
         parse_rate(text)
 
@@ -34,7 +34,7 @@ def test_what_is_no_rate(text: str) -> None:
     ("seconds", "shown"),
     [
         (0.0, "0 s"),
-        (4e-19, "0 s"),  # rounding of floats
+        (4e-19, "0 s"),  # a float rounding error
         (17e-9, "17 ns"),
         (12e-6, "12 us"),
         (0.9996e-3, "1 ms"),  # never 1e+03 us

@@ -1,5 +1,5 @@
-"""What place() refuses before anything is changed, because it would silently be something else
-(Rule 6)."""
+"""Options that place() refuses before it changes anything, as they would silently mean something
+else (Rule 6)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The values of place(): each refuses what it must, and the former keywords give the same ones with
-one printed line each."""
+"""Option values of place(): invalid ones are refused, and former keywords give the same values with
+a printed line each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TREE = FanIn((SwitchNode(A), SwitchNode(B, parent=A, workers=(0, 1))), wire="int
 
 
 class OtherOptions(TcpOptions):
-    """Those of another transport."""
+    """Options of another transport."""
 
 
 OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_budget"))
@@ -74,7 +74,7 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "`link` is .*OtherOptions"),
     ],
 )
-def test_a_value_refuses_what_it_cannot_be(make: Any, words: str) -> None:
+def test_invalid_option_values_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         make()
     assert "hint: " in str(caught.value)
@@ -87,7 +87,7 @@ def test_a_path_stands_for_files_and_nothing_for_memory() -> None:
     assert store_of(None) == store_of([]) == Memory()
 
 
-def test_links_are_as_patient_as_the_deadline() -> None:
+def test_links_wait_as_long_as_the_deadline() -> None:
     secret = b"0123456789abcdef"
     tls = Tls(ca=Path("ca.pem"))
     made = Servers([A], token=secret, tls=tls, connections=3).options(7.0)
@@ -103,8 +103,8 @@ def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     assert Servers([A], token=file).options(1.0).token == b"0123456789abcdef"
 
 
-def asked(local: int = 1, **options: Any) -> Request:
-    given = {
+def request_of(local: int = 1, **options: Any) -> Request:
+    fields = {
         "store": Memory(),
         "compress": None,
         "delay": None,
@@ -116,7 +116,7 @@ def asked(local: int = 1, **options: Any) -> Request:
         "group": WorkerIdentity(local=local),
         "report": lambda _: None,
     }
-    return Request(**{**given, **options})
+    return Request(**{**fields, **options})
 
 
 FEEDBACK = TopK(0.1, error_feedback=True)
@@ -162,22 +162,24 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+def test_incompatible_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        asked(**options)
+        request_of(**options)
 
 
-def test_what_sums_in_the_network_cost_is_printed() -> None:  # Rule 2
-    said: list[str] = []
+def test_the_error_bound_of_sums_in_the_network_is_printed() -> None:  # Rule 2
+    lines: list[str] = []
     group = WorkerIdentity(workers=2)
-    asked(store=Servers([A], fan_in=TREE), group=group, report=said.append).say_lossy()
+    request_of(store=Servers([A], fan_in=TREE), group=group, report=lines.append).say_lossy()
     # 2 workers, 6 bits of magnitude each: 2 units of 2^-6 of a power of two of up to twice as much
-    assert len(said) == 1 and "summed in the network as int8, by 2 switch(es)" in said[0]
-    assert f"off by at most {2 * 2 * 2.0**-6:.1e} of the greatest magnitude" in said[0]
+    assert len(lines) == 1 and "summed in the network as int8, by 2 switch(es)" in lines[0]
+    assert f"off by at most {2 * 2 * 2.0**-6:.1e} of the greatest magnitude" in lines[0]
     relayed = Servers([A], fan_in=[B], relay="1GiB")
-    said.clear()
-    asked(store=relayed, group=WorkerIdentity(workers=4, local=2), report=said.append).say_lossy()
-    assert "an element of the sum of 2 is off" in said[0]  # relays are summed, not workers
+    lines.clear()
+    request_of(
+        store=relayed, group=WorkerIdentity(workers=4, local=2), report=lines.append
+    ).say_lossy()
+    assert "an element of the sum of 2 is off" in lines[0]  # relays are summed, not workers
 
 
 @pytest.mark.parametrize(
@@ -209,15 +211,15 @@ def placed_losses(**options: Any) -> list[str]:
     return losses
 
 
-def test_a_device_budget_is_for_an_accelerator() -> None:
+def test_a_device_budget_needs_an_accelerator() -> None:
     with pytest.raises(ConfigError, match=r"device_budget = 1.0 GiB.*\n?.*host_budget='1GiB'"):
         placed_losses(device_budget="1GiB")
 
 
-def test_what_does_not_fit_the_accelerator_is_refused_with_both_numbers() -> None:
+def test_a_block_too_large_for_the_accelerator_is_refused_with_both_numbers() -> None:
     table = ChunkTable.build([("", []), ("block", [ParamSpec("w", (1 << 20,), "fp32", True, 0)])])
     rules = rules_for(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
-    request = asked(host_budget="1GiB", device_budget="10MiB", backwards_per_step=1)
+    request = request_of(host_budget="1GiB", device_budget="10MiB", backwards_per_step=1)
     cuda = torch.device("cuda")
     with pytest.raises(BudgetError, match=r"at least 20 MiB of device memory.* is 10\.0 MiB"):
         plan_session(request, cuda, table, rules)
@@ -226,18 +228,18 @@ def test_what_does_not_fit_the_accelerator_is_refused_with_both_numbers() -> Non
     assert (worker.slots, worker.push_buffers) == (2, 3)
 
 
-def test_it_is_said_what_is_lossy_or_late() -> None:
-    said: list[str] = []
-    asked(compress=TopK(0.01), delay=Delay(1), report=said.append).say_lossy()
-    asked(delay=Delay(None), report=said.append).say_lossy()
-    assert said == [
+def test_lossy_and_late_options_are_printed() -> None:
+    lines: list[str] = []
+    request_of(compress=TopK(0.01), delay=Delay(1), report=lines.append).say_lossy()
+    request_of(delay=Delay(None), report=lines.append).say_lossy()
+    assert lines == [
         "lossy: top-k, 1.00% of the gradient's elements are kept, error feedback False",
         "late: each step computes with parameters that lack the last update",
         "late: each step computes with parameters that lack up to 16 updates",
     ]
 
 
-def test_a_budget_of_the_host_that_cannot_do() -> None:
+def test_a_host_budget_that_is_too_small_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"the budget is 1\.0 MiB"):
         placed_losses(host_budget="1MiB")
 

@@ -1,4 +1,4 @@
-"""The plans to try beside all that a brute force finds, and the counts of those that are left out."""
+"""The candidate plans against those found by brute force, and the counts of plans left out."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_candidates_are_all_divisions_of_devices_layers_and_batch(
     assert kinds == +left_out
 
 
-def test_experts_are_spread_up_to_their_number_and_only_where_there_are_some() -> None:
+def test_experts_are_spread_up_to_their_number_and_only_if_there_are_any() -> None:
     found = {}
     for name in ("Mixtral-8x7B", "LLaMA-7B"):
         model = shape(name)
@@ -184,7 +184,7 @@ def test_stages_of_unequal_width_are_tried_on_few_devices_between_switches() -> 
     )
 
 
-def test_options_are_tried_where_a_placement_has_some() -> None:
+def test_options_are_tried_for_placements_that_have_them() -> None:
     model = gpt(2, 1024, 16, vocab=32000, seq_len=512)
     tried = {}
     for name in ("ddp", "zero1", "zero3", "raid0", "smartnic", "optimizer-node"):
@@ -192,7 +192,7 @@ def test_options_are_tried_where_a_placement_has_some() -> None:
         assert {plan.placement for plan in plans} == {placement(name)}
         assert (
             len(plans) == len(set(plans)) and len(plans) % 2 == 0
-        )  # with checkpoints, and without
+        )  # with and without checkpointing
         tried[name] = len(plans) // 2
         if name == "zero1":
             assert all(plan.changed(gradient_bytes=4, gather="forward") == plan for plan in plans)
@@ -202,7 +202,7 @@ def test_options_are_tried_where_a_placement_has_some() -> None:
     assert tried["optimizer-node"] > 1
 
 
-def test_an_arrangement_names_its_hosts_in_order_and_those_it_leaves_out() -> None:
+def test_an_arrangement_names_its_hosts_in_order_and_those_left_out() -> None:
     cluster = cluster_of(
         1, 1, {"name": "slow", "nics": [{"rate": "1Gbit/s"}]}, {"name": "big", "memory": "1TB"}
     )

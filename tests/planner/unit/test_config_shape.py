@@ -1,6 +1,5 @@
-"""planner/model_config.py: the parameters of published configs are the published ones, whatever the
-architecture; FLOPs and experts are the formula's where that is exact; what is not understood is
-refused, never mis-sized.
+"""planner/model_config.py: parameter counts equal the published ones for every architecture; FLOPs
+and experts equal the formula where it is exact; unknown configs are refused, never mis-sized.
 """
 
 from __future__ import annotations
@@ -361,7 +360,7 @@ def found(name: str, seq_len: int | None = None) -> ModelShape:
 
 QUICK = ("gpt2", "vit-base")
 MORE = ("Llama-3.1-8B", "t5-base", "Mixtral-8x7B", "gemma-3-4b", "DeepSeek-V3")
-# of models that several tests count: once is enough
+# caches models that several tests count
 LENGTHS = dict.fromkeys(("Llama-3.1-8B", "Mixtral-8x7B", "DeepSeek-V3", "gpt2"), 1000)
 COUNTED = [
     pytest.param(
@@ -373,14 +372,14 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_parameters_are_the_published(name: str) -> None:
-    one = found(name, LENGTHS.get(name))
-    assert one.params == pytest.approx(PUBLISHED[name][2], rel=1e-4)
-    assert one.flops > 0 and all(b.params >= 0 and b.saved >= 0 for b in one.blocks)
-    assert one.layers == sum("." in block.name for block in one.blocks) > 0
+def test_parameters_equal_the_published_numbers(name: str) -> None:
+    model = found(name, LENGTHS.get(name))
+    assert model.params == pytest.approx(PUBLISHED[name][2], rel=1e-4)
+    assert model.flops > 0 and all(b.params >= 0 and b.saved >= 0 for b in model.blocks)
+    assert model.layers == sum("." in block.name for block in model.blocks) > 0
     if name == "gemma-3-4b":
         idle = "27 blocks", "do not run on token ids alone"
-        assert any(all(words in note for words in idle) for note in one.notes)
+        assert any(all(words in note for words in idle) for note in model.notes)
 
 
 @pytest.mark.parametrize(
@@ -392,20 +391,23 @@ def test_parameters_are_the_published(name: str) -> None:
         ("gpt2", "GPT-2"),
     ],
 )
-def test_flops_and_experts_are_the_formulas(name: str, same: str) -> None:
-    """Counted at 512 tokens and said for another length."""
-    counted, wanted = found(name, 1000), shape(same, seq_len=1000)
-    assert counted.flops == pytest.approx(wanted.flops, rel=0.01)
+def test_flops_and_experts_equal_the_formula(name: str, same: str) -> None:
+    """FLOPs are counted at 512 tokens and scaled to another length."""
+    counted, expected = found(name, 1000), shape(same, seq_len=1000)
+    assert counted.flops == pytest.approx(expected.flops, rel=0.01)
     for what in ("attention", "experts", "routed", "kv"):
         ours, theirs = (
-            sum(getattr(block, what) for block in one.blocks) for one in (counted, wanted)
+            sum(getattr(block, what) for block in model.blocks) for model in (counted, expected)
         )
         assert ours == pytest.approx(theirs, rel=0.01), what
-    assert counted.blocks[-1].logits == wanted.blocks[-1].logits and counted.hidden == wanted.hidden
-    assert counted.blocks[-2].input == wanted.blocks[-2].input
-    # whose formula keeps the scores of attention; plain modules keep more than fused kernels
+    assert (
+        counted.blocks[-1].logits == expected.blocks[-1].logits
+        and counted.hidden == expected.hidden
+    )
+    assert counted.blocks[-2].input == expected.blocks[-2].input
+    # the formula keeps the attention scores; plain modules keep more than fused kernels
     if name != "gpt2":
-        assert 0.9 < counted.blocks[-2].saved / wanted.blocks[-2].saved < 2.5
+        assert 0.9 < counted.blocks[-2].saved / expected.blocks[-2].saved < 2.5
 
 
 @pytest.mark.slow
@@ -417,18 +419,18 @@ def test_flops_and_experts_are_the_formulas(name: str, same: str) -> None:
     ],
 )
 def test_a_token_takes_the_active_parameters(name: str, active: float) -> None:
-    """Published: 3.3 of 30.5 B, 37 of 671 B. Two FLOPs each, but for embeddings."""
-    one = found(name, 1000)
-    products = sum(block.flops - block.attention for block in one.blocks) / 2 / 1000
-    assert products + one.blocks[0].params == pytest.approx(active, rel=0.05)
+    """Published: 3.3 of 30.5 B, 37 of 671 B. Two FLOPs each, except for embeddings."""
+    model = found(name, 1000)
+    products = sum(block.flops - block.attention for block in model.blocks) / 2 / 1000
+    assert products + model.blocks[0].params == pytest.approx(active, rel=0.05)
 
 
 @pytest.mark.slow
-def test_the_formula_is_only_for_what_it_is_right_for() -> None:
+def test_the_formula_is_used_only_where_it_is_exact() -> None:
     for name in ("Llama-3.1-8B", "Mistral-7B", "Mixtral-8x7B", "gpt2"):
         kind, config, _ = PUBLISHED[name]
-        one = from_config({"model_type": kind, **config}, seq_len=1000)
-        assert [b.params for b in one.blocks] == [b.params for b in found(name, 1000).blocks]
+        model = from_config({"model_type": kind, **config}, seq_len=1000)
+        assert [b.params for b in model.blocks] == [b.params for b in found(name, 1000).blocks]
     for kind, config, _ in PUBLISHED.values():
         if kind not in ("llama", "mistral", "mixtral", "gpt2"):
             with pytest.raises(
@@ -438,11 +440,11 @@ def test_the_formula_is_only_for_what_it_is_right_for() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_assumed_is_said() -> None:
+def test_an_assumed_length_is_reported() -> None:
     short = {"model_type": "llama", **LLAMA, "num_hidden_layers": 2}
-    one, given = shape_of_config(short), shape_of_config(short, seq_len=8192)
-    assert one.tokens == 4096 and "the model's longest is 131072" in one.notes[0]
-    assert not given.notes and given.tokens == 8192
+    assumed, stated = shape_of_config(short), shape_of_config(short, seq_len=8192)
+    assert assumed.tokens == 4096 and "the model's longest is 131072" in assumed.notes[0]
+    assert not stated.notes and stated.tokens == 8192
     kind, deepseek, _ = PUBLISHED["DeepSeek-V3"]
     notes = shape_of_config(
         {"model_type": kind, **deepseek, "num_hidden_layers": 4, "num_nextn_predict_layers": 1},
@@ -457,7 +459,7 @@ def test_what_was_assumed_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({}, "has no `model_type`"),
         ({"model_type": "gpt5"}, "does not know the model type `gpt5`"),
@@ -493,8 +495,8 @@ def test_what_was_assumed_is_said() -> None:
         ),
     ],
 )
-def test_what_is_not_understood_is_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_unsupported_configs_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         shape_of_config(config)
     assert caught.value.hint
 
@@ -507,7 +509,7 @@ def test_samples_longer_than_the_model() -> None:
 
 
 def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formula where it is exact, else a sentence that names the model and what helps."""
+    """The formula is used where it is exact; otherwise the error names the model and a remedy."""
     monkeypatch.setattr(simulate.importlib.util, "find_spec", lambda name: None)
     for name, (kind, config, params) in PUBLISHED.items():
         if name in ("Llama-3.1-8B", "Qwen3-30B-A3B"):
@@ -521,15 +523,15 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[1, 2]", "is not a model's config"),
         ("{", "cannot be parsed as JSON"),
         ('{"model_type": "nothing"}', "model type `nothing`"),
     ],
 )
-def test_a_file_that_is_no_config(
-    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_no_config_is_refused(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(text)
     assert (
@@ -538,4 +540,4 @@ def test_a_file_that_is_no_config(
         )
         == 2
     )
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`roadtrain plan CLUSTER.toml --job JOB.toml`: plans of a job, which keep what it states."""
+"""`roadtrain plan CLUSTER.toml --job JOB.toml`: plans that keep every value the job states."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def job(**tables: Any) -> Job:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    cluster, one = tmp_path / "cluster.toml", tmp_path / "job.toml"
+    cluster, job_path = tmp_path / "cluster.toml", tmp_path / "job.toml"
     cluster.write_text(CLUSTER)
-    one.write_text(JOB)
-    return cluster, one
+    job_path.write_text(JOB)
+    return cluster, job_path
 
 
 def plans(files: tuple[Path, Path], **tables: Any) -> JobPlans:
@@ -72,34 +72,36 @@ def plan(name: str, **changes: Any) -> Plan:
     return Plan(placement(name), Parallelism(dp=2)).changed(**changes)
 
 
-def fitted(one: JobPlans, name: str, **changes: Any) -> Plan:
-    found = one.fitted(plan(name, **changes))
+def fitted_plan(job_plans: JobPlans, name: str, **changes: Any) -> Plan:
+    found = job_plans.fitted(plan(name, **changes))
     assert isinstance(found, Plan), found
     return found
 
 
-def test_the_batch_is_what_one_process_would_train() -> None:
+def test_the_batch_is_that_of_a_single_process() -> None:
     assert batch_of_job(job()) is None
     assert batch_of_job(job(data={"batch_size": 4})) == 4
     assert batch_of_job(job(optimizer={"accumulate": 3})) == 24
-    said = {"data": {"batch_size": 4}, "optimizer": {"accumulate": 2}}
-    assert batch_of_job(job(**said)) == 8
-    assert batch_of_job(job(**said, parallelism={"num_microbatches": 6})) == 24
+    tables = {"data": {"batch_size": 4}, "optimizer": {"accumulate": 2}}
+    assert batch_of_job(job(**tables)) == 8
+    assert batch_of_job(job(**tables, parallelism={"num_microbatches": 6})) == 24
 
 
-def test_a_plan_is_of_the_jobs_numbers(files: tuple[Path, Path]) -> None:  # Rule 2
-    """Dtype, clipping and compression are the job's, whatever the candidate says."""
-    plain = fitted(plans(files), "server", update_at="step")
+def test_a_plan_uses_the_numbers_of_the_job(files: tuple[Path, Path]) -> None:  # Rule 2
+    """Dtype, clipping and compression come from the job, not from the candidate."""
+    plain = fitted_plan(plans(files), "server", update_at="step")
     assert plain.sizes.parameter_bytes == plain.sizes.gradient_bytes == 4
     assert (plain.sizes.state_bytes, plain.update_at) == (8, "gradient")
     assert plain.activation_checkpointing and not plain.staleness and plain.keep is None
     model = {"config": {"model_type": "llama"}, "dtype": "bf16"}
     own = {"model": model, "optimizer": {"clip_norm": 1.0, "name": "lion", "delay": 1}}
-    made = fitted(plans(files, **own, compress={"keep": 0.1}), "server")
+    made = fitted_plan(plans(files, **own, compress={"keep": 0.1}), "server")
     assert made.sizes.parameter_bytes == 2 and made.sizes.state_bytes == 8  # 4, and a copy
     assert (made.update_at, made.staleness, made.keep) == ("step", 1, 0.1)
-    assert fitted(plans(files, compress={"downcast": "bf16"}), "server").sizes.gradient_bytes == 2
-    assert fitted(plans(files), "zero1").sizes.gradient_bytes == 4
+    assert (
+        fitted_plan(plans(files, compress={"downcast": "bf16"}), "server").sizes.gradient_bytes == 2
+    )
+    assert fitted_plan(plans(files), "zero1").sizes.gradient_bytes == 4
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_a_plan_is_of_the_jobs_numbers(files: tuple[Path, Path]) -> None:  # Rul
         ({"parallelism": {"dp": 2}}, "server", "the job has [parallelism]"),
     ],
 )
-def test_what_does_not_go_with_the_job_is_refused(
+def test_candidates_that_contradict_the_job_are_refused(
     files: tuple[Path, Path], tables: dict[str, Any], name: str, words: str
 ) -> None:
     assert words in plans(files, **tables).fitted(plan(name))  # type: ignore[operator]
@@ -124,61 +126,61 @@ def test_what_does_not_go_with_the_job_is_refused(
 
 def test_degrees_that_the_job_states_are_kept(files: tuple[Path, Path]) -> None:
     stated = plans(files, parallelism={"dp": 2, "stages": "measured"})
-    assert fitted(stated, "zero1").parallelism.dp == 2
+    assert fitted_plan(stated, "zero1").parallelism.dp == 2
     even = plans(files, parallelism={"pp": 2, "stages": [1, 31]})
     ranks = Parallelism(pp=2, stages=(15, 17))
-    assert fitted(even, "zero1", parallelism=ranks).parallelism.stages == (1, 31)
+    assert fitted_plan(even, "zero1", parallelism=ranks).parallelism.stages == (1, 31)
     measured = plans(files, parallelism={"pp": 2, "stages": "measured"})
-    assert fitted(measured, "zero1", parallelism=ranks).parallelism.stages == ()
+    assert fitted_plan(measured, "zero1", parallelism=ranks).parallelism.stages == ()
     wide = plans(files, parallelism={"pp": 2, "widths": [1, 1]})
-    assert fitted(wide, "zero1", parallelism=ranks).parallelism == Parallelism(pp=2)
+    assert fitted_plan(wide, "zero1", parallelism=ranks).parallelism == Parallelism(pp=2)
 
 
 def test_stages_of_other_widths_share_the_micro_batches_of_a_step() -> None:
     cluster = make_cluster({"hosts": [{**tomllib.loads(CLUSTER)["hosts"][0], "devices": 2}]})
-    asked = JobPlans(job(parallelism={"pp": 2, "widths": [3, 1]}), cluster)
-    made = asked.fitted(Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=4))
+    stated = JobPlans(job(parallelism={"pp": 2, "widths": [3, 1]}), cluster)
+    made = stated.fitted(Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=4))
     assert isinstance(made, Plan), made
     assert made.parallelism.widths == (3, 1) and made.samples == 8
 
 
-def test_a_degree_that_the_job_states_at_its_default_is_stated(files: tuple[Path, Path]) -> None:
+def test_a_degree_stated_at_its_default_still_counts_as_stated(files: tuple[Path, Path]) -> None:
     two = make_cluster({"hosts": [{**tomllib.loads(CLUSTER)["hosts"][0], "devices": 2}]})
-    asked = job(parallelism={"tp": 1})
+    stated = job(parallelism={"tp": 1})
     split = Plan(placement("zero1"), Parallelism(dp=2, tp=2))
-    assert JobPlans(asked, two).fitted(split) == "the job has parallelism.tp = 1"
+    assert JobPlans(stated, two).fitted(split) == "the job has parallelism.tp = 1"
     with pytest.raises(ConfigError, match=r"parallelism\.tp = 1, the plan is 2"):
-        check_batch(PlanFile(split), asked)
-    again = make_job(tomllib.loads(asked.to_toml()))  # a run's own file names all keys
-    assert stated_degrees(again) == {} and stated_degrees(asked) == {"tp": 1}
+        check_batch(PlanFile(split), stated)
+    again = make_job(tomllib.loads(stated.to_toml()))  # a run's own job file lists all keys
+    assert stated_degrees(again) == {} and stated_degrees(stated) == {"tp": 1}
 
 
 def test_micro_batches_of_a_step_are_no_degree(files: tuple[Path, Path]) -> None:
-    """The plan cuts the samples of a step anew."""
-    asked = job(data={"batch_size": 4}, parallelism={"dp": 2, "num_microbatches": 8})
-    made = fitted(JobPlans(asked, load_cluster(files[0])), "zero1", num_microbatches=16)
+    """The plan splits the samples of a step into micro-batches itself."""
+    stated = job(data={"batch_size": 4}, parallelism={"dp": 2, "num_microbatches": 8})
+    made = fitted_plan(JobPlans(stated, load_cluster(files[0])), "zero1", num_microbatches=16)
     assert made.samples == 32
     found = PlanFile(made, machines_of(made, load_cluster(files[0])))
-    check_batch(found, asked)
-    run = resolve(found, asked, name="x", addresses={}, token="")
+    check_batch(found, stated)
+    run = resolve(found, stated, name="x", addresses={}, token="")
     assert run.job.parallelism.num_microbatches == 32 and run.job.data.batch_size == 1
 
 
 def test_a_batch_that_the_job_contradicts_is_refused(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster, one = files
-    assert cli.main(["plan", str(cluster), "--job", str(one), "--batch", "32"]) == 2
+    cluster, job_path = files
+    assert cli.main(["plan", str(cluster), "--job", str(job_path), "--batch", "32"]) == 2
     assert "--batch is 32, but a step of the job has 8 samples" in capsys.readouterr().err
 
 
 def hosts_of(*nics: str, devices: int = 2) -> Any:
     host = {"memory": "8GB", "device": "A100-80GB", "devices": devices}
     cards = [{"rate": "100Gbit/s", "kind": kind} for kind in nics]
-    return [{**host, "name": f"h{n}", "nics": [one]} for n, one in enumerate(cards)]
+    return [{**host, "name": f"h{n}", "nics": [card]} for n, card in enumerate(cards)]
 
 
-def test_data_groups_lie_where_fast_cards_meet() -> None:
+def test_data_groups_stay_within_fast_networks() -> None:
     apart = make_cluster({"hosts": hosts_of("infiniband", "roce")})
     plan = Plan(placement("zero1"), Parallelism(dp=4))
     assert "mixes clusters" in JobPlans(job(), apart).fitted(plan)  # type: ignore[operator]
@@ -186,14 +188,14 @@ def test_data_groups_lie_where_fast_cards_meet() -> None:
     assert isinstance(JobPlans(across, apart).fitted(plan), Plan)
     stages = Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=2)
     assert isinstance(JobPlans(job(), apart).fitted(stages), Plan)
-    one = make_cluster({"hosts": hosts_of("roce", "roce")})
-    assert isinstance(JobPlans(job(), one).fitted(plan), Plan)
+    joined = make_cluster({"hosts": hosts_of("roce", "roce")})
+    assert isinstance(JobPlans(job(), joined).fitted(plan), Plan)
 
 
-def test_served_workers_are_as_many_on_each_host() -> None:
+def test_served_workers_are_equally_many_on_each_host() -> None:
     spare = {"name": "s", "memory": "8GB", "nics": [{"rate": "1GB/s"}]}
-    [one, two] = hosts_of("ethernet", "ethernet")
-    where = make_cluster({"hosts": [one, {**two, "devices": 4}, spare]})
+    [first, second] = hosts_of("ethernet", "ethernet")
+    where = make_cluster({"hosts": [first, {**second, "devices": 4}, spare]})
     for name in ("server", "smartnic"):
         why = JobPlans(job(), where).fitted(Plan(placement(name), Parallelism(dp=6)))
         assert isinstance(why, str) and why.endswith(
@@ -209,13 +211,13 @@ def test_served_workers_are_as_many_on_each_host() -> None:
         ({"model_type": "llama", "num_key_value_heads": 2}, 2, ""),
     ],
 )
-def test_a_tensor_degree_is_one_that_train_takes(
+def test_a_tensor_degree_must_suit_train(
     config: dict[str, Any], degree: int, sentence: str
 ) -> None:
     two = make_cluster({"hosts": [{**tomllib.loads(CLUSTER)["hosts"][0], "devices": 2}]})
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    asked = make_job({"model": {"config": {**sizes, "intermediate_size": 128, **config}}})
-    made = JobPlans(asked, two).fitted(Plan(placement("zero1"), Parallelism(dp=2, tp=degree)))
+    stated = make_job({"model": {"config": {**sizes, "intermediate_size": 128, **config}}})
+    made = JobPlans(stated, two).fitted(Plan(placement("zero1"), Parallelism(dp=2, tp=degree)))
     assert isinstance(made, Plan) if not sentence else sentence in made  # type: ignore[operator]
 
 
@@ -247,7 +249,7 @@ def test_a_tensor_degree_is_one_that_train_takes(
         ({"parallelism": {"reducers": "r.txt"}}, "zero1", {}, "parallelism.reducers"),
     ],
 )
-def test_what_train_refuses_is_not_planned(
+def test_plans_that_train_refuses_are_not_made(
     tables: dict[str, Any], name: str, changes: dict[str, Any], sentence: str
 ) -> None:
     hosts = tomllib.loads(CLUSTER)["hosts"]
@@ -258,21 +260,21 @@ def test_what_train_refuses_is_not_planned(
     assert isinstance(why, str) and sentence in why
 
 
-def test_top_k_gradients_pass_no_relay() -> None:
+def test_top_k_gradients_cannot_pass_a_relay() -> None:
     hosts = tomllib.loads(CLUSTER)["hosts"]
     where = make_cluster({"hosts": [{**hosts[0], "devices": 2}, hosts[1]]})
-    asked = JobPlans(job(compress={"keep": 0.1}), where)
-    why = asked.fitted(Plan(placement("server"), Parallelism(dp=4)))
+    stated = JobPlans(job(compress={"keep": 0.1}), where)
+    why = stated.fitted(Plan(placement("server"), Parallelism(dp=4)))
     assert isinstance(why, str) and "sums whole gradients" in why
 
 
-def test_files_and_gradients_that_do_not_travel() -> None:
+def test_files_and_local_gradients_are_not_compressed() -> None:
     host = {**tomllib.loads(CLUSTER)["hosts"][0], "count": 1, "addresses": ["a"], "devices": 2}
     where = make_cluster({"hosts": [host]})
     why = JobPlans(job(), where).fitted(Plan(placement("zero-offload"), Parallelism(dp=2)))
     assert isinstance(why, str) and "runs one worker" in why
-    asked = JobPlans(job(compress={"downcast": "bf16"}), where)
-    why = asked.fitted(Plan(placement("zero-offload")))
+    stated = JobPlans(job(compress={"downcast": "bf16"}), where)
+    why = stated.fitted(Plan(placement("zero-offload")))
     assert isinstance(why, str) and "no gradients are sent" in why
 
 
@@ -293,50 +295,50 @@ def test_servers_need_directories_of_their_ssds(files: tuple[Path, Path]) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "server", "summation"])
-def test_the_command_writes_what_is_launched(
+def test_the_command_writes_a_plan_that_launches(
     files: tuple[Path, Path],
     name: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cluster, one = files
+    cluster, job_path = files
     out = cluster.with_name("plan.toml")
     monkeypatch.setattr(planner, "shape_of_job", lambda _: lump(1e6, 1e9))
-    words = ["--job", str(one), "--out", str(out), *(["--placements", name] if name else [])]
+    words = ["--job", str(job_path), "--out", str(out), *(["--placements", name] if name else [])]
     assert cli.main(["plan", str(cluster), *words]) == 0
-    said = capsys.readouterr().out
-    assert f"roadtrain launch {out} {one}" in said and "batch   8 samples" in said
+    printed = capsys.readouterr().out
+    assert f"roadtrain launch {out} {job_path}" in printed and "batch   8 samples" in printed
     whole = load_plan_file(out)
     assert whole.plan.samples == 8 and whole.cluster == load_cluster(cluster)
     assert whole.model is not None and whole.model.layers == 2 and whole.model.seq_len > 0
     assert whole.machines is not None
     assert whole.predicted is not None and whole.predicted.seconds > 0
     assert whole.predicted.stages["stage 0"]["Forward"] > 0
-    made = load_job(one).changed({"parallelism.auto": False})
-    for section, keys in job_keys(whole, load_job(one), {}).items():
+    made = load_job(job_path).changed({"parallelism.auto": False})
+    for section, keys in job_keys(whole, load_job(job_path), {}).items():
         made = made.changed({f"{section}.{key}": value for key, value in keys.items()})
     assert made.predicted.stages == whole.predicted.stages
     assert made.servers.addresses == (["10.0.0.9:7000"] if name == "server" else [])
     assert bool(made.parallelism.reducers) == (name == "summation")
-    assert load_plan(out) == whole.plan  # which simulate reads
+    assert load_plan(out) == whole.plan  # as simulate reads it
     stores = [place.store for host in whole.machines.hosts for place in host.servers]
     assert stores == (["/dev/shm/roadtrain-job-spare"] if name == "server" else [])
 
 
-def test_where_nothing_can_be_launched_all_reasons_are_told(
+def test_if_nothing_can_be_launched_all_reasons_are_printed(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster, one = files
+    cluster, job_path = files
     monkeypatch.setattr(planner, "shape_of_job", lambda _: lump(1e6, 1e9))
-    words = ["--job", str(one), "--placements", "zero3,files"]
+    words = ["--job", str(job_path), "--placements", "zero3,files"]
     assert cli.main(["plan", str(cluster), *words]) == 1
-    said = capsys.readouterr().out
-    assert "placement zero3 cannot be run" in said and "is on 2 hosts" in said
+    printed = capsys.readouterr().out
+    assert "placement zero3 cannot be run" in printed and "is on 2 hosts" in printed
     assert cli.main(["plan", str(cluster), *words, "--model", "GPT-2"]) == 2
     assert "cannot be combined with --job" in capsys.readouterr().err
 
 
-def test_without_a_job_a_plan_says_why_it_is_not_launched(
+def test_without_a_job_the_command_says_why_a_plan_cannot_be_launched(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster, _ = files
@@ -349,7 +351,7 @@ def test_without_a_job_a_plan_says_why_it_is_not_launched(
     assert load_plan_file(out).machines is not None
 
 
-def test_the_model_is_the_jobs(files: tuple[Path, Path]) -> None:
+def test_the_model_comes_from_the_job(files: tuple[Path, Path]) -> None:
     shape = shape_of_job(load_job(files[1]))
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert shape.params == 2 * layer + 2 * 256 * 64 + 64 and shape.tokens == 64
@@ -357,7 +359,7 @@ def test_the_model_is_the_jobs(files: tuple[Path, Path]) -> None:
         shape_of_job(load_job(files[1], {"data.tokenizer": "tokenizer.json"}))
 
 
-def test_a_machine_alone_has_no_servers_to_plan() -> None:
+def test_a_single_machine_gets_no_servers() -> None:
     alone = make_cluster({"hosts": [tomllib.loads(CLUSTER)["hosts"][0]]})
     found = JobPlans(job(), alone).fitted(Plan(placement("server"), Parallelism(dp=2)))
     assert found == "placement server needs a host without devices, but the cluster has none"
@@ -374,10 +376,10 @@ def test_a_machine_alone_has_no_servers_to_plan() -> None:
         ({"model_type": "t5"}, "`t5` is not a causal language model"),
     ],
 )
-def test_a_model_that_train_does_not_take_is_not_planned(
+def test_a_model_that_train_refuses_is_not_planned(
     files: tuple[Path, Path], changes: dict[str, Any], sentence: str
 ) -> None:
-    asked = load_job(files[1])
-    kept = {} if "model_type" in changes else asked.model.config
+    stated = load_job(files[1])
+    kept = {} if "model_type" in changes else stated.model.config
     with pytest.raises(ConfigError, match=sentence):
-        shape_of_job(asked.changed({"model": {"config": {**kept, **changes}}}))
+        shape_of_job(stated.changed({"model": {"config": {**kept, **changes}}}))

@@ -1,4 +1,4 @@
-"""Which machines run what of a plan, and what a job must say to train on them."""
+"""The machines that run each part of a plan, and the job keys needed to train on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANY = make_job({"model": MODEL})
 def cluster(
     gpus: dict[str, Any] | None = None, spare: dict[str, Any] | None = None, more: Any = ()
 ) -> Cluster:
-    """Two hosts that compute, one that does not."""
+    """A cluster of two hosts that compute and one that does not."""
     nic = {"rate": "1GB/s", "relay": True}
     host = {"memory": "64GB", "nics": [nic]}
     gpu = {"name": "gpu", "count": 2, "device": "A100-80GB", "addresses": ["a0", "a1"], **host}
@@ -40,9 +40,9 @@ def plan(name: str, dp: int = 2, **changes: Any) -> Plan:
     return Plan(placement(name), Parallelism(dp=dp), num_microbatches=3).changed(**changes)
 
 
-def keys(one: Plan, where: Cluster, **addresses: str) -> dict[str, Any]:
-    """Which a job takes as they are."""
-    found = job_keys(PlanFile(one, machines_of(one, where), None, where), ANY, addresses)
+def keys(made: Plan, where: Cluster, **addresses: str) -> dict[str, Any]:
+    """Keys of a job that runs the plan."""
+    found = job_keys(PlanFile(made, machines_of(made, where), None, where), ANY, addresses)
     make_job({"model": MODEL, **found})
     return found
 
@@ -53,11 +53,11 @@ def hosts(machines: Machines) -> dict[str, PlanHost]:
 
 def test_stores_of_two_runs_are_two_directories() -> None:  # Rule 3
     where = cluster(spare={"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
-    [one, _] = hosts(machines_of(plan("server"), where, "first run"))["spare"].servers
-    assert one.store == "/a/roadtrain-first-run-spare"
+    [server, _] = hosts(machines_of(plan("server"), where, "first run"))["spare"].servers
+    assert server.store == "/a/roadtrain-first-run-spare"
     copied = cluster({"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
-    [one] = hosts(machines_of(plan("smartnic"), copied, "x"))["gpu0"].servers
-    assert (one.store, one.snapshot) == (
+    [server] = hosts(machines_of(plan("smartnic"), copied, "x"))["gpu0"].servers
+    assert (server.store, server.snapshot) == (
         "/dev/shm/roadtrain-x-gpu0",
         "/a/roadtrain-x-gpu0.snapshot",
     )
@@ -88,13 +88,15 @@ def test_a_server_for_each_directory_of_the_hosts_that_serve() -> None:
         ServerPlace("/mnt/spare1/0/roadtrain-spare1", 7000),
         ServerPlace("/mnt/1/roadtrain-spare1", 7001),
     )
-    said = keys(plan("server", slots=1000, staleness=1, keep=0.1), where, spare0="fe80::1")
-    assert said["servers"] == {
+    found_keys = keys(plan("server", slots=1000, staleness=1, keep=0.1), where, spare0="fe80::1")
+    assert found_keys["servers"] == {
         "addresses": ["[fe80::1]:7000", "[fe80::1]:7001", "b1:7000", "b1:7001"],
         "buffering": "all",
         "token_file": "/launch/token",
     }
-    assert said["optimizer"] == {"accumulate": 3, "delay": 1} and said["compress"] == {"keep": 0.1}
+    assert found_keys["optimizer"] == {"accumulate": 3, "delay": 1} and found_keys["compress"] == {
+        "keep": 0.1
+    }
 
 
 def test_without_ssds_a_store_is_in_memory() -> None:
@@ -104,38 +106,38 @@ def test_without_ssds_a_store_is_in_memory() -> None:
         machines_of(plan("server"), cluster(spare={"ssds": [SSDS]}))
 
 
-def test_ports_are_counted_up_at_one_address() -> None:
+def test_servers_at_the_same_address_get_successive_ports() -> None:
     ssds = {**SSDS, "directories": ["/a/{host}", "/b/{host}"]}
     where = cluster(spare={"count": 2, "addresses": ["b", "b"], "ssds": [ssds]})
     found = machines_of(plan("server"), where).hosts
-    assert [one.port for host in found for one in host.servers] == [7000, 7001, 7002, 7003]
+    assert [server.port for host in found for server in host.servers] == [7000, 7001, 7002, 7003]
 
 
-def test_cards_that_compute_have_servers_in_their_hosts_memory() -> None:
+def test_smartnics_are_served_from_the_memory_of_their_hosts() -> None:
     where = cluster({"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
     found = hosts(machines_of(plan("smartnic"), where))
     assert [*found] == ["gpu0", "gpu1"]
     place = ServerPlace("/dev/shm/roadtrain-gpu1", 7000, "/a/roadtrain-gpu1.snapshot")
     assert found["gpu1"].servers == (place,)
-    said = keys(plan("smartnic", kept=1), where)["servers"]
-    assert said["addresses"] == ["a0:7000", "a1:7000"]
-    assert (said["buffering"], said["relay"]) == ("all", "4GiB")
+    servers = keys(plan("smartnic", kept=1), where)["servers"]
+    assert servers["addresses"] == ["a0:7000", "a1:7000"]
+    assert (servers["buffering"], servers["relay"]) == ("all", "4GiB")
 
 
 @pytest.mark.parametrize("name", ["server", "smartnic", "files"])
-def test_stores_of_a_run_with_a_name_are_no_other_runs(name: str) -> None:
+def test_runs_with_different_names_share_no_store(name: str) -> None:
     ssds = [{**SSDS, "directories": ["/a/{host}", "/b"]}]
     where = cluster({"count": 1, "addresses": ["a0"], "ssds": ssds}, {"ssds": ssds})
 
     def stores(run: str) -> set[str]:
         found = machines_of(plan(name, 1), where, run)
         named = job_keys(PlanFile(plan(name, 1), found, None, where), ANY, {}).get("store", {})
-        places = {one for host in found.hosts for one in host.directories}
+        places = {path for host in found.hosts for path in host.directories}
         return places | set(named.get("files", ()))
 
     plain, again = stores(""), stores("again")
     assert plain and len(plain) == len(again) and not plain & again
-    assert all("roadtrain-again-" in one for one in again)
+    assert all("roadtrain-again-" in path for path in again)
 
 
 @pytest.mark.parametrize("name", ["summation", "parameter-server"])
@@ -143,55 +145,55 @@ def test_reducers_are_on_all_hosts_that_do_not_compute(name: str) -> None:
     other = {"name": "other", "memory": "1GB", "nics": [{"rate": "1GB/s"}]}
     where = cluster(more=(other, {"name": "mute", "memory": "1GB"}))
     found = hosts(machines_of(plan(name), where))
-    assert {n: one.reducer for n, one in found.items()} == {
+    assert {n: host.reducer for n, host in found.items()} == {
         "gpu0": 0,
         "gpu1": 0,
         "spare": 7000,
         "other": 7000,
     }
-    said = keys(plan(name), where)["parallelism"]
-    assert said["reducers"] == "{run}/launch/reducers.txt" and said["dp"] == 2
-    assert said.get("reducers_alone", False) == (name == "parameter-server")
+    parallelism = keys(plan(name), where)["parallelism"]
+    assert parallelism["reducers"] == "{run}/launch/reducers.txt" and parallelism["dp"] == 2
+    assert parallelism.get("reducers_alone", False) == (name == "parameter-server")
 
 
-def test_switches_are_machines_and_a_job_names_their_addresses() -> None:
+def test_switches_are_machines_whose_addresses_a_job_lists() -> None:
     where = racks(1, 2, address="s")
     spare = where.spares[0].model_copy(update={"addresses": ("n",)})
     where = where.model_copy(update={"hosts": (*where.workers, spare)})
-    one = plan("optimizer-node", 3)
-    found = hosts(machines_of(one, where))
+    made = plan("optimizer-node", 3)
+    found = hosts(machines_of(made, where))
     assert [*found] == ["workers 0", "workers 10", "workers 11", "node", "root", "rack0", "rack1"]
     at = {name: host.switch.port for name, host in found.items() if host.switch is not None}
     assert at == {"root": 7000, "rack0": 7001, "rack1": 7002}
-    said = keys(one, where, root="r")["servers"]
-    assert said["addresses"] == ["n:7000"]
-    assert said["switches"] == [
+    servers = keys(made, where, root="r")["servers"]
+    assert servers["addresses"] == ["n:7000"]
+    assert servers["switches"] == [
         {"address": "r:7000", "workers": []},
         {"address": "s:7001", "parent": "r:7000", "workers": [0]},
         {"address": "s:7002", "parent": "r:7000", "workers": [1, 2]},
     ]
 
 
-def test_a_host_alone_keeps_its_state() -> None:
+def test_a_single_host_keeps_its_state() -> None:
     ssds = [{**SSDS, "directories": ["/a", "/b"]}]
     where = cluster({"count": 1, "addresses": ["a"], "ssds": ssds})
     assert machines_of(plan("files", 1), where).hosts == (PlanHost("gpu", "gpu", "a", workers=1),)
-    one = plan("files", 1)
+    made = plan("files", 1)
     named = job_keys(
-        PlanFile(one, machines_of(one, where), None, where),
+        PlanFile(made, machines_of(made, where), None, where),
         make_job({"model": MODEL, "run": {"dir": "runs/x"}}),
         {},
     )
     assert named["store"]["files"] == ["/a/roadtrain-x-gpu", "/b/roadtrain-x-gpu"]
     stores = ["/a/roadtrain-gpu", "/b/roadtrain-gpu"]
     assert keys(plan("files", 1), where)["store"] == {"files": stores}
-    # in memory, where a worker that is started again finds it
+    # in memory, where a restarted worker finds it
     assert keys(plan("zero-offload", 1), where)["store"] == {"files": ["/dev/shm/roadtrain-gpu"]}
     bare = cluster({"count": 1, "addresses": ["a"], "ssds": [SSDS]})
-    assert "store" not in keys(plan("files", 1), bare)  # the job's own
+    assert "store" not in keys(plan("files", 1), bare)  # the job's own store is used
 
 
-def test_what_nothing_runs_is_refused_with_the_reason() -> None:
+def test_plans_that_cannot_run_are_refused_with_the_reason() -> None:
     where = cluster()
     refused = {name for name in PLACEMENTS if why_not_run(plan(name), where)}
     assert refused == {
@@ -204,7 +206,7 @@ def test_what_nothing_runs_is_refused_with_the_reason() -> None:
         "files",
         "zero-offload",
     }
-    for one, words in (
+    for made, words in (
         (plan("files"), "is on 2 hosts"),
         (plan("summation", 1), "the plan has 1"),
         (plan("server", 1, parallelism=Parallelism(pp=2)), "only runs data-parallel workers"),
@@ -214,19 +216,19 @@ def test_what_nothing_runs_is_refused_with_the_reason() -> None:
         (plan("server", stage_placements=("server",)), "only be simulated"),
     ):
         with pytest.raises(ConfigError, match=words):
-            machines_of(one, where)
+            machines_of(made, where)
 
 
-def test_a_plan_that_is_simulated_only_has_no_job() -> None:
+def test_a_plan_that_can_only_be_simulated_has_no_job() -> None:
     lacking = PlanFile(plan("optimizer-node"), machines_of(plan("zero1"), cluster()))
     with pytest.raises(ConfigError, match="can only be simulated"):
         job_keys(lacking, ANY, {})
 
 
-def test_what_is_promised_is_of_each_stage() -> None:
-    """Rule 7. What is no computing is waiting, as `calibrate` compares them."""
-    one = Plan(placement("zero1"), Parallelism(pp=2), num_microbatches=4)
-    result = simulate(one, cluster(), lump(1e7, 1e9), WHOLE, checked=False)
+def test_predictions_are_made_for_each_stage() -> None:
+    """Rule 7: time without computing counts as waiting, as in `calibrate`."""
+    made = Plan(placement("zero1"), Parallelism(pp=2), num_microbatches=4)
+    result = simulate(made, cluster(), lump(1e7, 1e9), WHOLE, checked=False)
     promised = predicted_of(result)
     assert promised.seconds == result.seconds and [*promised.stages] == ["stage 0", "stage 1"]
     for own in promised.stages.values():
@@ -234,38 +236,38 @@ def test_what_is_promised_is_of_each_stage() -> None:
 
 
 @pytest.mark.parametrize("name", ["server", "summation"])
-def test_two_machines_of_one_name_are_refused(name: str) -> None:
+def test_two_machines_with_the_same_name_are_refused(name: str) -> None:
     where = cluster(spare={"name": "gpu0"})
     with pytest.raises(ConfigError, match="2 machines of the cluster are called 'gpu0'"):
         machines_of(plan(name), where)
 
 
-def test_the_switches_of_a_plan_are_those_that_its_cluster_sums_in() -> None:
+def test_the_switches_of_a_plan_must_be_summing_switches_of_its_cluster() -> None:
     where = racks(1, 2, address="s")
-    one = plan("optimizer-node", 3)
-    whole = machines_of(one, where)
+    made = plan("optimizer-node", 3)
+    whole = machines_of(made, where)
     typo = [
         replace(host, switch=replace(host.switch, switch="torr"))
         if host.switch is not None and host.name == "root"
         else replace(host, address="a")
         for host in whole.hosts
     ]
-    found = PlanFile(one, Machines(tuple(typo)), None, where)
+    found = PlanFile(made, Machines(tuple(typo)), None, where)
     with pytest.raises(ConfigError, match="run the switches rack0, rack1, torr, but"):
         job_keys(found, ANY, {})
 
 
-def test_files_of_a_host_of_no_known_kind_are_refused() -> None:
+def test_files_on_a_host_of_an_unknown_kind_are_refused() -> None:
     where = cluster({"count": 1, "addresses": ["a"]})
     machines = Machines((PlanHost("gpu", "gpuu", "a", workers=1),))
     with pytest.raises(ConfigError, match="host gpu has kind 'gpuu'"):
         job_keys(PlanFile(plan("files", 1), machines, None, where), ANY, {})
 
 
-def test_a_relay_has_what_the_job_says_or_what_its_model_needs() -> None:
+def test_a_relay_gets_the_memory_the_job_states_or_its_model_needs() -> None:
     where = cluster({"devices": 8})
-    one = plan("server", 16)
-    found = PlanFile(one, machines_of(one, where), None, where)
+    made = plan("server", 16)
+    found = PlanFile(made, machines_of(made, where), None, where)
 
     def relay(**tables: Any) -> str:
         job = make_job({"data": {"seq_len": 64}, **tables})
@@ -276,7 +278,7 @@ def test_a_relay_has_what_the_job_says_or_what_its_model_needs() -> None:
     assert relay(model=small, servers={"relay": "1GiB"}) == "1GiB"
     large = {"config": {**MODEL["config"], "hidden_size": 4096, "num_hidden_layers": 32}}
     large["config"] |= {"intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
-    # all gradients of 8 workers rest there: 6.7e9 parameters of 4 bytes
+    # it holds all gradients of 8 workers: 6.7e9 parameters of 4 bytes
     clipped = relay(model=large, optimizer={"clip_norm": 1.0})
     assert 8 * 6.7e9 * 4 < float(clipped.removesuffix("GiB")) * 2**30 < 1.4 * 8 * 6.7e9 * 4
 

@@ -1,4 +1,4 @@
-"""planner/measure.py: any module's shape from one forward on `meta`, against the arithmetic."""
+"""planner/measure.py: the shape of any module from a forward on `meta`, against closed formulas."""
 
 from __future__ import annotations
 
@@ -49,29 +49,29 @@ def on_meta() -> tuple[nn.Module, torch.Tensor]:
         return Model(), torch.zeros(4, 32, dtype=torch.long)
 
 
-def test_parameters_and_flops_are_the_arithmetic() -> None:
+def test_parameters_and_flops_equal_the_formula() -> None:
     model, x = on_meta()
-    found, wanted = shape_of(model, x, samples=4), gpt(3, 64, 8, vocab=100, seq_len=32)
-    assert [b.params for b in found.blocks] == [b.params for b in wanted.blocks]
-    assert [b.flops for b in found.blocks] == [b.flops for b in wanted.blocks]
+    found, expected = shape_of(model, x, samples=4), gpt(3, 64, 8, vocab=100, seq_len=32)
+    assert [b.params for b in found.blocks] == [b.params for b in expected.blocks]
+    assert [b.flops for b in found.blocks] == [b.flops for b in expected.blocks]
     assert (found.tokens, found.hidden, found.layers) == (32, 64, 3)
 
 
-def test_saved_bytes_are_those_of_autograd() -> None:
-    """A linear layer and a relu: the input and the output of the relu are kept."""
+def test_saved_bytes_equal_those_kept_by_autograd() -> None:
+    """For a linear layer and a relu, the input and the output of the relu are kept."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.ReLU())
     found = shape_of(model, torch.zeros(5, 8), samples=5, blocks=["1"])
     (block,) = [b for b in found.blocks if "." in b.name]
     assert (block.saved, block.input) == (2 * 16, 2 * 16)
 
 
-def test_a_forward_that_fails_is_said() -> None:
+def test_a_failing_forward_is_reported() -> None:
     model, _ = on_meta()
     with pytest.raises(ModelError, match="Model's forward failed"):
         shape_of(model, torch.zeros(4, 32), samples=4)
 
 
-def test_simulate_takes_a_function(
+def test_simulate_accepts_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

@@ -1,4 +1,4 @@
-"""A plan as a page: shares of axes, one row a place and stage, and text that is escaped."""
+"""A plan as an HTML page: shares of axes, a row per resource and stage, and escaped text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_front_of_time_and_cost() -> None:
     assert "dear &amp; fast: 1 s, 4</title>" in shown and "The last step" not in shown
 
 
-def test_one_plan_has_no_front() -> None:
+def test_a_single_plan_has_no_front() -> None:
     assert "<svg" not in page("title", "told", None, [Point(1.0, 1.0, "alone")])
 
 

@@ -1,4 +1,5 @@
-"""What `plan` and `simulate` say of switches that sum: who, what a job writes, what is started."""
+"""Summing switches in `plan` and `simulate`: which switches sum, the job keys, and the commands to
+start."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def test_a_job_names_its_switch() -> None:
 
 
 def test_a_job_names_a_tree() -> None:
-    """As switch/options.py takes it: each worker is below one switch."""
-    said = keys(node(5), 2, 3)["switches"]
-    nodes = [SwitchNode(**{**one, "workers": tuple(one["workers"])}) for one in said]
+    """switch/options.py accepts the keys: each worker is below a single switch."""
+    trees = keys(node(5), 2, 3)["switches"]
+    nodes = [SwitchNode(**{**table, "workers": tuple(table["workers"])}) for table in trees]
     tree = FanIn(tuple(nodes))
     tree.check(5)
     assert tree.root.address == "root:PORT"
@@ -53,7 +54,7 @@ def test_a_job_names_a_tree() -> None:
 @pytest.mark.parametrize(
     ("racks_of", "changes"), [((3,), {"wire": "int8"}), ((2, 3), {"window": 64})]
 )
-def test_a_job_takes_what_the_plan_writes(racks_of: tuple, changes: dict) -> None:
+def test_a_job_accepts_the_keys_of_the_plan(racks_of: tuple, changes: dict) -> None:
     written = job_text(node(sum(racks_of), **changes), racks(*racks_of))
     assert written is not None
     section = ServersSection(**tomllib.loads(written.replace(":PORT", ":7000"))["servers"])
@@ -67,7 +68,7 @@ def test_a_job_takes_what_the_plan_writes(racks_of: tuple, changes: dict) -> Non
         assert section.fan_in.place_of(rank, sum(racks_of))[0].address == f"{at}:7000"
 
 
-def test_of_a_part_of_the_cluster_only_its_racks_are_named() -> None:
+def test_a_plan_on_part_of_the_cluster_names_only_its_racks() -> None:
     assert keys(node(2), 2, 3)["switches"] == [
         {"address": "root:PORT", "workers": []},
         {"address": "rack0:PORT", "parent": "root:PORT", "workers": [0, 1]},
@@ -75,7 +76,7 @@ def test_of_a_part_of_the_cluster_only_its_racks_are_named() -> None:
 
 
 def test_hosts_of_several_devices_have_a_relay() -> None:
-    """It stands for its workers, as a host's devices are simulated."""
+    """The relay stands for its workers, as in the simulation of a host's devices."""
     where = racks(2)
     hosts = [h.model_copy(update={"devices": 2, "fabric": 1e11}) for h in where.workers]
     where = where.model_copy(update={"hosts": (*hosts, *where.spares)})
@@ -83,30 +84,30 @@ def test_hosts_of_several_devices_have_a_relay() -> None:
     assert text is not None and tomllib.loads(text)["servers"]["relay"] == switches.RELAY
 
 
-def test_what_is_started_is_told() -> None:
-    said = switches.commands(node(5), racks(2, 3))
-    assert [line.split()[2] for line in said] == [
+def test_the_commands_to_start_are_listed() -> None:
+    lines = switches.commands(node(5), racks(2, 3))
+    assert [line.split()[2] for line in lines] == [
         f"{n}:PORT" for n in ("root", "rack0", "rack1", "node")
     ]
-    assert all("--switch" in line for line in said[:3]) and "--store" in said[3]
+    assert all("--switch" in line for line in lines[:3]) and "--store" in lines[3]
     assert switches.commands(Plan(placement("ddp"), Parallelism(dp=2)), racks(2)) == ()
 
 
 def test_the_report_names_switches_and_integers() -> None:  # Rule 2
     plan, where, model = node(4, wire="int8"), racks(2, 2), lump(1e7)
     result = simulate(plan, where, model, WHOLE, checked=False)
-    said = simulator.report(result, where, model, WHOLE)
+    text = simulator.report(result, where, model, WHOLE)
     assert (
         "summed  by root, rack0 (below root), rack1 (below root): gradients are sent as int8"
-        in said
+        in text
     )
-    assert "copied by the switches" in said
+    assert "copied by the switches" in text
     assert "summed by switches as int8" in words(plan)
 
 
-def test_without_a_switch_the_reason_is_told() -> None:
-    """Where one sums, it pays from a few workers on: two send twice the bytes of bf16 as int32, and
-    a server without a switch gets each one's."""
+def test_the_reason_for_no_switch_is_reported() -> None:
+    """A summing switch pays off from a few workers on: as int32 each worker sends twice the bytes
+    of bf16, while a server without a switch receives the gradients of each worker."""
     mute, able, few = racks(8, sums=False), racks(8), racks(2)
     names = ["optimizer-node", "server"]
     answer = search(mute, lump(1e7, 1e9), WHOLE, batch=8, placements=names, explain=False)
@@ -134,8 +135,8 @@ def test_a_cluster_is_written_and_read_back() -> None:
     assert again.switches == where.switches and again.switches[1].rate == 10e9
 
 
-def test_switches_that_are_linked_by_another_reach_each_other() -> None:
-    """Over two links, at the rate of the slower one, with the latency of both."""
+def test_switches_joined_by_another_switch_reach_each_other() -> None:
+    """The path has two links: it gets the rate of the slower link and the latency of both."""
     where = racks(1, 1, link=5e8)
     left, right = where.common(where.workers)
     assert left.total == right.total == 5e8
@@ -145,7 +146,7 @@ def test_switches_that_are_linked_by_another_reach_each_other() -> None:
 def test_the_command_writes_plan_and_job(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     cluster, out, job = (tmp_path / name for name in ("cluster.toml", "plan.toml", "job.toml"))
     cluster.write_text(racks(2, 2).to_toml())
-    told = planner.command(
+    code = planner.command(
         str(cluster),
         model="GPT-2",
         batch=4,
@@ -153,8 +154,8 @@ def test_the_command_writes_plan_and_job(tmp_path: Path, capsys: pytest.CaptureF
         out=str(out),
         job_file=str(job),
     )
-    assert told == 0
-    said = capsys.readouterr().out
-    assert "start   roadtrain serve rack0:PORT --switch" in said
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "start   roadtrain serve rack0:PORT --switch" in printed
     assert tomllib.loads(job.read_text())["servers"]["switches"][0]["address"] == "root:PORT"
     assert tomllib.loads(out.read_text())["packets"]["wire"] == "int32"

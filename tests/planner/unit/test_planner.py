@@ -1,5 +1,5 @@
-"""planner.py: the pick is the best of all candidates on random clusters; what it tells; nothing
-fits; no torch."""
+"""The planner: on random clusters its pick is the best of all candidates; its output; clusters
+where nothing fits; no import of torch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ OF = Constants()
 
 
 def some_cluster(seed: int) -> tuple[Cluster, ModelShape]:
-    """One to four small hosts, perhaps of two kinds, perhaps with spare hosts, SSDs and a
-    switch that sums."""
+    """A random cluster: one to four small hosts of one or two kinds, some with spare hosts, SSDs
+    and a summing switch."""
     rng = random.Random(seed)
 
     def rate(low: float, high: float) -> str:
@@ -114,7 +114,8 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
             result = simulate(plan, cluster, model, OF)
             scene.build(Engine())
             least = scene.bound()
-            assert least <= result.seconds * (1 + 1e-5), plan  # but for how exactly steps repeat
+            # up to small differences between repeated steps
+            assert least <= result.seconds * (1 + 1e-5), plan
         except RoadtrainError:
             continue
         scores.append(
@@ -130,7 +131,7 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
 
 
 def two_clusters(devices: tuple[int, int] = (3, 1)) -> Cluster:
-    """Hosts on InfiniBand and on RoCE, of one device each, with slow Ethernet between all."""
+    """Hosts with a device each on InfiniBand or RoCE, with slow Ethernet between all."""
     slow = {"kind": "ethernet", "rate": "10MB/s"}
     device = {"flops": "1TFLOP/s", "memory": "24GB", "memory_rate": "200GB/s", "copy": "12GB/s"}
     hosts = [
@@ -147,12 +148,12 @@ def two_clusters(devices: tuple[int, int] = (3, 1)) -> Cluster:
 
 
 def test_clusters_of_unequal_size_get_stages_of_unequal_width() -> None:
-    """Gradients stay on the fast networks, and nobody is without work."""
+    """Gradients stay on the fast networks, and no host is idle."""
     cluster, model = two_clusters(), gpt(8, 1024, 16, vocab=32000, seq_len=512)
     answer = search(cluster, model, OF, batch=16, placements=["zero1"])
     assert answer.pick is not None and answer.pick.plan.widths == (3, 1)
-    said = words(answer.pick.plan)
-    assert "3+1 data x 2 pipeline-parallel" in said and "summed by a ring" in said
+    text = words(answer.pick.plan)
+    assert "3+1 data x 2 pipeline-parallel" in text and "summed by a ring" in text
     free = search(cluster, model, OF, placements=["zero1"], explain=False)
     assert free.pick is not None and free.batch >= max(free.pick.plan.widths)
 
@@ -169,8 +170,8 @@ def test_a_plan_in_stages_has_a_job() -> None:
 
 
 def test_measured_speeds_bound_a_plan() -> None:
-    """A backward that is shorter than twice its forward, and seconds measured on a host, are in
-    the bounds by which plans are left out."""
+    """The bounds that prune plans include a backward shorter than twice its forward and seconds
+    measured on a host."""
     cluster, model = two_clusters((2, 2)), gpt(4, 1024, 16, vocab=32000, seq_len=512)
     times = {("layer", n): 1e-3 * n for n in (1, 2, 4, 8)}
     of = Constants(backward=0.5, hosts={"roce": HostTimes(times), "infiniband": HostTimes(times)})
@@ -202,7 +203,7 @@ def test_a_faster_network_has_faster_links_between_its_switches() -> None:
 
 
 @pytest.mark.slow
-def test_it_says_what_helps_and_who_is_second() -> None:
+def test_the_answer_names_what_helps_and_the_second_best_plan() -> None:
     cluster, model = some_cluster(2)
     answer = search(cluster, model, OF, batch=4 * cluster.device_count)
     assert answer.pick is not None and answer.runner_up is not None
@@ -214,7 +215,7 @@ def test_it_says_what_helps_and_who_is_second() -> None:
     assert all(family.tried for family in answer.families.values())
 
 
-def test_late_plans_only_where_they_are_asked_for() -> None:  # Rule 2
+def test_late_plans_are_tried_only_on_request() -> None:  # Rule 2
     cluster, model = some_cluster(2)
     assert not any(plan.staleness or plan.keep for plan in candidates(cluster, model, batch=64))
     assert any(plan.staleness for plan in candidates(cluster, model, batch=64, late=True))
@@ -242,7 +243,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         job,
     ]
     assert cli.main(["plan", "workstation", *words]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for word in (
         "pick    files",
         "why  ",
@@ -251,7 +252,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "refused",
         "assumed hosts.workstation.updates",
     ):
-        assert word in told
+        assert word in printed
     tree = json.loads(Path(out).read_text())
     assert tree["schema"] == 1 and tree["pick"]["plan"]["placement"] == "files" and tree["families"]
     page = Path(html).read_text()
@@ -284,13 +285,13 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         )
         == 1
     )
-    told = capsys.readouterr().out
-    assert "no plan fits" in told and "least change: 1.4 TiB more for stage 0 SSDs" in told
+    printed = capsys.readouterr().out
+    assert "no plan fits" in printed and "least change: 1.4 TiB more for stage 0 SSDs" in printed
     assert not (tmp_path / "plan.toml").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["plan", "servers"], "no model"),
         (["plan", "servers", "--model", "GPT-5"], "no model is called 'GPT-5'"),
@@ -311,9 +312,9 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["reproduce", "luwwu"], "unknown paper 'luwwu'"),
     ],
 )
-def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_torch(tmp_path: Path) -> None:
@@ -361,8 +362,8 @@ def eight_ssds(
 @pytest.mark.parametrize("name", ["OPT-125M", "LLaMA-7B", "LLaMA-3-70B", "DeepSeek-V3"])
 @pytest.mark.parametrize("hosts", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_hosts_with_eight_fast_ssds(name: str, hosts: int) -> None:
-    """A byte of theirs takes a share of 1e-12 of a second: too little for a tolerance in
-    seconds or bytes."""
+    """Reading a byte takes about 1e-12 seconds, too little for a tolerance in seconds or
+    bytes."""
     answer = search(
         eight_ssds(hosts),
         shape(name, seq_len=2048),
@@ -403,7 +404,7 @@ def test_a_plan_or_a_sentence(
     names: list[str],
     nics: list[dict[str, Any]],
 ) -> None:
-    """Whatever the cluster: an answer with or without a pick, or an error made on purpose."""
+    """For any cluster: an answer with or without a pick, or a RoadtrainError."""
     cluster = eight_ssds(hosts, ssds, devices, memory, rate, nics=nics, memory_rate=rate)
     try:
         answer = search(cluster, shape(model), OF, batch=batch, placements=names, explain=False)
@@ -439,8 +440,8 @@ def test_a_plan_or_a_sentence(
 def test_a_step_of_many_micro_batches_that_differ_is_estimated(
     plan: Plan, model: str, where: dict[str, Any]
 ) -> None:
-    """On SSDs or links so slow that a step takes hours, no two take exactly the same; a search for
-    a plan took minutes to simulate one step of thousands."""
+    """On SSDs or links so slow that a step takes hours, no two micro-batches take equal time;
+    simulating a step of thousands of them took minutes."""
     cluster = eight_ssds(ssds=7, rate="1MB/s", memory_rate="1MB/s", **where)
     few, many = (
         simulate(plan.changed(num_microbatches=number), cluster, shape(model), OF, checked=False)
@@ -455,8 +456,8 @@ def test_a_step_of_many_micro_batches_that_differ_is_estimated(
 
 
 def test_memory_is_kept_free() -> None:  # Rule 4
-    """A plan that needs 0.97 of a device's memory fits without headroom, not with what is kept
-    where nobody says."""
+    """A plan that needs 0.97 of a device's memory fits without headroom but not with the default
+    headroom."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     plan = Plan(placement("ddp"))
     need = Scene(plan, eight_ssds(1, devices=1), model, OF).needs[0].nbytes
@@ -483,7 +484,7 @@ def test_memory_is_kept_free() -> None:  # Rule 4
             search(cluster, model, OF, headroom=wrong)
 
 
-def test_a_relay_only_where_a_card_has_one() -> None:
+def test_the_smartnic_placement_needs_a_card_with_a_relay() -> None:
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     for relay in (False, True):
         nics = [{"rate": "100Gbit/s"}, {"kind": "roce", "rate": "50Gbit/s", "relay": relay}]
@@ -495,7 +496,7 @@ def test_a_relay_only_where_a_card_has_one() -> None:
             assert any(
                 "no card with a processor" in why for why in answer.families["smartnic"].refused
             )
-        else:  # its traffic takes that card, though another is faster
+        else:  # its traffic uses that card, although another is faster
             scene = Scene(answer.pick.plan, eight_ssds(nics=nics), model, OF)
             scene.build(Engine())
             nic = scene.stages[0].fabric.site.nic
@@ -504,8 +505,8 @@ def test_a_relay_only_where_a_card_has_one() -> None:
 
 @pytest.mark.slow
 def test_without_a_batch_accumulation_is_searched() -> None:
-    """Slow updates are shared by many micro-batches; a batch is the least that is near the best
-    of them."""
+    """Many micro-batches share a slow update; the chosen batch is the smallest close to the
+    optimum."""
     cluster = eight_ssds(1, devices=1, updates="120GB/s", memory_rate="200GB/s")
     model = gpt(8, 2048, 16, vocab=32000, seq_len=512)
     answer = search(cluster, model, OF, placements=["zero-offload"], explain=False)
@@ -520,22 +521,22 @@ def test_without_a_batch_accumulation_is_searched() -> None:
         scores[batch] = pick.score
     half, own, most = scores.values()
     assert own <= most * (1 + CLOSE) < half
-    given = search(cluster, model, OF, batch=4, placements=["zero-offload"], explain=False)
-    assert (given.batch, given.chosen) == (4, "")
+    fixed = search(cluster, model, OF, batch=4, placements=["zero-offload"], explain=False)
+    assert (fixed.batch, fixed.chosen) == (4, "")
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [(0, "`batch`: .* 1, not 0"), (-8, "`batch`: .* 1, not -8"), (7, "divides a batch of 7")],
 )
-def test_a_batch_that_cannot_be(batch: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_impossible_batch_is_refused(batch: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         search(eight_ssds(2), gpt(4, 1024, 16, seq_len=512), OF, batch=batch, placements=["zero3"])
 
 
 def test_groups_of_uneven_hosts_use_the_network() -> None:
-    """Three hosts of eight devices in two stages of twelve: each stage is on two hosts; and a
-    stage on hosts of two kinds has of each thing the least."""
+    """Three hosts of eight devices in two stages of twelve: each stage spans two hosts, and a stage
+    on two kinds of hosts gets the minimum of each resource."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     plan = Plan(placement("zero1"), Parallelism(dp=12, pp=2), num_microbatches=2)
     result = simulate(plan, eight_ssds(3), model, OF, checked=False)
@@ -580,7 +581,7 @@ def test_stages_on_one_host_share_its_memory() -> None:
     assert rooms[1] == pytest.approx(rooms[0] / 4)
 
 
-def test_all_that_is_assumed_is_told_with_its_value(
+def test_all_assumptions_are_printed_with_their_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cluster.toml").write_text("""[[hosts]]
@@ -597,10 +598,10 @@ memory = "128GB"
         )
         == 0
     )
-    told = capsys.readouterr().out
+    plan_text = capsys.readouterr().out
     assert cli.main(["simulate", *words, "--placement", "zero-offload"]) == 0
-    for text in (told, capsys.readouterr().out):
-        for said in (
+    for text in (plan_text, capsys.readouterr().out):
+        for phrase in (
             "hosts.gpu.memory_rate 20.00 GB/s",
             "hosts.gpu.updates 12.00 GB/s",
             "hosts.gpu.fabric 25.00 GB/s",
@@ -610,8 +611,8 @@ memory = "128GB"
             "assumed samples of 1024 tokens (as published",
             "5% of device and host memory is kept free",
         ):
-            assert said in text, said
-    assert "batch   4 samples (4096 tokens) per step: as given" in told
+            assert phrase in text, phrase
+    assert "batch   4 samples (4096 tokens) per step: as given" in plan_text
     values = json.loads(out.read_text())["assumed_values"]
     assert values["hosts.gpu.memory_rate"] == 20e9 and values["efficiency"] == 0.5
     assert cli.main(["simulate", *words[:-2], "--placement", "ddp", "--headroom", "0.99"]) == 2
@@ -619,7 +620,9 @@ memory = "128GB"
     assert load_plan(plan).headroom == 0.05
 
 
-def test_what_has_no_price_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_hosts_without_a_price_are_reported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "c.toml").write_text("""[[hosts]]
 name = "gpu"
 device = "RTX-4090"
@@ -679,12 +682,12 @@ memory = "64GB"
     ],
     ids=" ".join,
 )
-def test_zero_is_a_value_and_is_refused(
+def test_zero_and_negative_values_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:  # Rule 6
     assert cli.main(words) == 2
-    said = capsys.readouterr().err
-    assert words[-1] in said or "--seq-len" in said
+    printed = capsys.readouterr().err
+    assert words[-1] in printed or "--seq-len" in printed
 
 
 CARD = {"flops": "312TFLOP/s", "memory": "80GB", "memory_rate": "2TB/s", "copy": "25GB/s"}
@@ -695,7 +698,7 @@ def gpus(count: int = 2, devices: int = 1, nic: bool = True) -> Cluster:
     return make_cluster({"hosts": [host | ({"nics": [{"rate": "100Gbit/s"}]} if nic else {})]})
 
 
-def test_what_is_not_tried_is_listed_with_the_nearest_batch() -> None:  # Rule 6
+def test_placements_that_were_not_tried_are_listed_with_the_nearest_batch() -> None:  # Rule 6
     answer = search(gpus(4), gpt(4, 1024, 16), OF, batch=30, explain=False)
     assert set(answer.families) == set(PLACEMENTS)
     assert answer.families["zero3"].left_out == {
@@ -704,8 +707,8 @@ def test_what_is_not_tried_is_listed_with_the_nearest_batch() -> None:  # Rule 6
     assert any("interleaved" in why for why in answer.families["ddp"].left_out)
 
 
-def test_hosts_without_a_network_are_told_so() -> None:
-    """Not that they lack memory, even where they lack that too."""
+def test_hosts_without_a_network_get_that_reason() -> None:
+    """The reason is the network, even if memory is short too."""
     answer = search(gpus(nic=False), gpt(96, 12288, 96), OF, batch=4, explain=False)
     assert answer.pick is None and least_change(answer) is None
     why, hint = main_reason(answer) or ("", "")
@@ -713,7 +716,7 @@ def test_hosts_without_a_network_are_told_so() -> None:
     assert "nics" in hint
 
 
-def test_no_spare_host_sums_where_there_is_none() -> None:
+def test_without_spare_hosts_none_sums() -> None:
     cluster = gpus(1, devices=2)
     answer = search(cluster, shape("ResNet-50"), OF, batch=64, explain=False)
     assert answer.pick is not None and "spare" not in words(answer.pick.plan, cluster)
@@ -723,13 +726,13 @@ def test_no_spare_host_sums_where_there_is_none() -> None:
 
 
 def test_rows_and_small_layers_take_time() -> None:
-    """A sample of DLRM takes at least what its rows take to cross the network and memory."""
+    """A DLRM sample takes at least the time of its rows over the network and memory."""
     cluster, model = gpus(), shape("DLRM-Kaggle")
     answer = search(cluster, model, OF, batch=8192, explain=False, placements=["ddp", "zero1"])
     assert answer.pick is not None
     result, tables = answer.pick.result, model.blocks[0]
     network = 0.9 * 12.5e9
-    if answer.pick.plan.parallelism.dp == 2:  # half of a device's samples' rows, forth and back
+    if answer.pick.plan.parallelism.dp == 2:  # half of a device's rows, there and back
         assert result.seconds >= 4096 * tables.touched / 2 / network
     assert result.seconds >= 3 * 1e-5 * len(model.blocks) / 2
     assert result.samples_per_s < 2e7

@@ -1,5 +1,5 @@
-"""The relay's state machine in a scripted world: what workers say and what is done comes in random
-order."""
+"""The relay's state machine in a scripted world: messages of workers and completions arrive in
+random order."""
 
 import random
 
@@ -11,11 +11,12 @@ from roadtrain.servers.protocol import messages
 
 
 class World:
-    """Plays the server, which answers a pull with the version asked, and the doers."""
+    """Plays the server, which answers a pull with the requested version, and carries out
+    actions."""
 
     def __init__(self, workers, buffers, seed):
         self.machine, self.random = RelayStateMachine(workers, buffers), random.Random(seed)
-        self.todo, self.up, self.given, self.filled, self.held = [], [], [], {}, {}
+        self.todo, self.up, self.answered, self.filled, self.held = [], [], [], {}, {}
 
     def feed(self, event):
         for action in self.machine.handle(event):
@@ -41,36 +42,36 @@ class World:
                 self.feed(messages.Pulled(ticket, chunk))
             case Give(pull, buffer) as give:
                 assert self.filled[buffer] == (pull.chunk, pull.version)
-                self.given.append((pull.worker, pull.ticket))
+                self.answered.append((pull.worker, pull.ticket))
                 self.feed(messages.Done(give))
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 3, 40])
-def test_every_pull_is_given_what_it_asked(seed, buffers):  # Rule 4, Rule 5
+def test_every_pull_gets_the_requested_version(seed, buffers):  # Rule 4, Rule 5
     rng, world = random.Random(seed), World(3, buffers, seed)
-    asked = []
+    requested = []
     for step in range(4):
         order = [*range(8), *reversed(range(8))]
         pulls = [(w, c) for c in order for w in range(3)]
         rng.shuffle(pulls)
         for i, (worker, chunk) in enumerate(pulls):
             ticket = 1000 * step + i
-            asked.append((worker, ticket))
+            requested.append((worker, ticket))
             world.feed(messages.Pull(chunk, step, None, ticket, worker))
             while world.todo and rng.random() < 0.6:
                 world.run_one()
         while world.todo:
             world.run_one()
-    assert sorted(world.given) == sorted(asked) and not world.machine.queue
-    if buffers == 40:  # each version of a chunk comes once, whoever asks and how often
+    assert sorted(world.answered) == sorted(requested) and not world.machine.queue
+    if buffers == 40:  # each version of a chunk is fetched once, however many workers pull it
         assert len([m for m in world.up if isinstance(m, messages.Pull)]) == 4 * 8
 
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("closes", [False, True])
-def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
-    """Each worker goes as far ahead as it likes; some push again after forgetting."""
+def test_each_step_has_one_sum_of_its_own_pushes(seed, closes):  # Rule 1
+    """Workers may run ahead; some drop their gradients and push again."""
     rng, n, chunks, steps = random.Random(seed), 3, range(4), 4
     world = World(n, 1, seed)
     has = {
@@ -120,7 +121,7 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
     assert [m.blob for m in world.up if isinstance(m, messages.Commit)] == [[0, 1, 2]] * steps
 
 
-def test_a_sum_that_is_dropped_is_dropped_there_too():
+def test_a_dropped_sum_is_dropped_at_the_server_too():
     world = World(2, 1, 0)
     for worker in range(2):
         world.feed(messages.Push(0, None, True, True, 1, None, worker))
@@ -141,9 +142,9 @@ def test_a_sum_that_is_dropped_is_dropped_there_too():
     ]
 
 
-def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
+def test_a_worker_lost_during_a_step_is_an_error():  # Rule 5
     world = World(2, 1, 0)
-    world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
+    world.feed(messages.PeerLost(1, "killed"))  # between steps a worker may leave
     with pytest.raises(LostError, match="worker 1 of this host was lost: killed"):
         world.feed(messages.Push(0, None, True, True, 1, None, 0))
     world = World(2, 1, 0)
@@ -152,7 +153,7 @@ def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
         world.feed(messages.PeerLost(1, "killed"))
 
 
-def test_one_worker_passes_through():
+def test_pushes_of_a_single_worker_pass_through():
     world = World(1, 2, 0)
     push = messages.Push(0, b"", True, True, 1)
     for message in (

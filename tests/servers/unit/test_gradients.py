@@ -1,5 +1,5 @@
-"""What a server holds of its workers, against plain sums: bit for bit, whatever each push was
-downcast to."""
+"""Gradients that a server holds for its workers equal plain sums bit for bit, whatever dtype each
+push was downcast to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chunk_of(dtype: str = "fp32", n: int = N) -> Chunk:
 
 
 def numbers(chunk: Chunk, seed: int) -> np.ndarray:
-    """Also some that 16 bits hold as subnormals, as infinity, or not at all."""
+    """Random values, including some that 16 bits hold as subnormals, as infinity, or not at all."""
     rng = np.random.default_rng(seed)
     out = (rng.standard_normal(chunk.numel) * 10.0 ** rng.integers(-9, 4, chunk.numel)).astype(
         np.float32
@@ -35,7 +35,7 @@ def numbers(chunk: Chunk, seed: int) -> np.ndarray:
 
 
 class Spill:
-    """A spill file. What is read was written with that many bytes."""
+    """A spill file in memory that checks that reads are as long as writes."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, bytes] = {}
@@ -49,7 +49,7 @@ class Spill:
 
 
 def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> messages.Push:
-    """As it arrives: in memory of the whole gradient's size."""
+    """A push as it arrives, in a buffer of the whole gradient's size."""
     memory = memoryview(bytearray(b"\xab" * chunk.weights_nbytes))
     data = reference_downcast(values, dtype or chunk.dtype).tobytes()
     memory[: len(data)] = data
@@ -57,7 +57,7 @@ def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> messages.Pu
     return messages.Push(chunk.id, memory, **fields)
 
 
-def received(chunk: Chunk, values: np.ndarray, dtype: str) -> np.ndarray:
+def widened(chunk: Chunk, values: np.ndarray, dtype: str) -> np.ndarray:
     dtype = dtype or chunk.dtype
     return reference_widen(reference_downcast(values, dtype), dtype)
 
@@ -66,7 +66,7 @@ def squares(chunk: Chunk, grad: np.ndarray) -> np.ndarray:
     return np.array([sum_squares(grad[a:b], "fp32") for _, a, b in chunk.segments])
 
 
-def taken(grads: PushedGradients, chunk: Chunk) -> np.ndarray:
+def result_of(grads: PushedGradients, chunk: Chunk) -> np.ndarray:
     scratch, grad, dtype = grads.take(chunk.id)
     wide = reference_widen(grad, dtype).copy()
     grads.done(scratch)
@@ -89,14 +89,12 @@ def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]
     for i, dtype in enumerate(dtypes):
         values = numbers(chunk, i)
         sums, kept = grads.hold(push_of(chunk, values, dtype, fresh=i == 0, keep=keep, ticket=i))
-        expected = (
-            expected + received(chunk, values, dtype) if i else received(chunk, values, dtype)
-        )
+        expected = expected + widened(chunk, values, dtype) if i else widened(chunk, values, dtype)
         assert sums.tobytes() == squares(chunk, expected).tobytes()
         assert kept == (keep and i == 0)
     assert grads.total_sums(chunk.id).tobytes() == squares(chunk, expected).tobytes()
-    assert taken(grads, chunk).tobytes() == expected.tobytes()
-    assert len(dtypes) == 1 or expected.tobytes() != received(chunk, expected, "bf16").tobytes(), (
+    assert result_of(grads, chunk).tobytes() == expected.tobytes()
+    assert len(dtypes) == 1 or expected.tobytes() != widened(chunk, expected, "bf16").tobytes(), (
         "fp32 holds more"
     )
 
@@ -122,19 +120,19 @@ def test_workers_are_summed_in_order_in_fp32(
             grads.hold(
                 push_of(chunk, values, dtype, fresh=i == 0, keep=place == "kept", worker=worker)
             )
-            got = received(chunk, values, dtype)
+            got = widened(chunk, values, dtype)
             mine = got if mine is None else mine + got
         of_workers.append(mine)
     hosts = [of_workers[i : i + local] for i in range(0, 4, local)] if local > 1 else [of_workers]
     of_hosts = [list(itertools.accumulate(host))[-1] for host in hosts]
     expected = list(itertools.accumulate(of_hosts))[-1]
     assert grads.total_sums(chunk.id).tobytes() == squares(chunk, expected).tobytes()
-    assert taken(grads, chunk).tobytes() == expected.tobytes()
+    assert result_of(grads, chunk).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_stashed_push_stays_what_it_was(keep: bool) -> None:
-    """Put away until its step's turn, then held; half as many bytes are written."""
+def test_a_spilled_push_is_unchanged(keep: bool) -> None:
+    """It is spilled until its step begins and then held; half as many bytes are written."""
     chunk, spill, values = chunk_of(), Spill(), [numbers(chunk_of(), i) for i in range(3)]
     grads = PushedGradients({chunk.id: chunk}, spill, 2, chunk.weights_nbytes, 2)  # type: ignore[arg-type]
     early = [push_of(chunk, values[i], "bf16", fresh=i == 1, worker=1) for i in (1, 2)]
@@ -143,25 +141,25 @@ def test_a_stashed_push_stays_what_it_was(keep: bool) -> None:
     grads.hold(push_of(chunk, values[0], "bf16", keep=keep, worker=0))
     for lane, push in enumerate(early, 2):
         grads.hold(replace(push, grad=None, spill_slot=lane))
-    first, *second = [received(chunk, v, "bf16") for v in values]
-    assert taken(grads, chunk).tobytes() == (first + (second[0] + second[1])).tobytes()
+    first, *second = [widened(chunk, v, "bf16") for v in values]
+    assert result_of(grads, chunk).tobytes() == (first + (second[0] + second[1])).tobytes()
 
 
-def test_a_gradient_begun_anew_replaces_the_wider_sum() -> None:
+def test_a_fresh_gradient_replaces_the_wider_sum() -> None:
     chunk = chunk_of()
     grads = PushedGradients({chunk.id: chunk}, None, 2, chunk.weights_nbytes, 1)
     for i, fresh in enumerate((True, False, True)):
         grads.hold(push_of(chunk, numbers(chunk, i), "fp16", fresh=fresh, keep=True))
-    assert taken(grads, chunk).tobytes() == received(chunk, numbers(chunk, 2), "fp16").tobytes()
+    assert result_of(grads, chunk).tobytes() == widened(chunk, numbers(chunk, 2), "fp16").tobytes()
 
 
 def test_gradients_of_16_bit_parameters_add_up_rounded() -> None:
     chunk = chunk_of("bf16")
     grads = PushedGradients({chunk.id: chunk}, Spill(), 2, 4 * chunk.numel, 1)  # type: ignore[arg-type]
-    a, b = (received(chunk, numbers(chunk, i), "bf16") for i in (0, 1))
+    a, b = (widened(chunk, numbers(chunk, i), "bf16") for i in (0, 1))
     for i, values in enumerate((a, b)):
         grads.hold(push_of(chunk, values, "", fresh=i == 0))
-    assert taken(grads, chunk).tobytes() == received(chunk, a + b, "bf16").tobytes()
+    assert result_of(grads, chunk).tobytes() == widened(chunk, a + b, "bf16").tobytes()
 
 
 @pytest.mark.parametrize("n", [1, 2048, SEGMENT, SEGMENT + 1, 4 * SEGMENT - 3])
@@ -179,7 +177,7 @@ def test_recast_in_place(old: str, new: str, n: int) -> None:
     assert out.tobytes() == expected.tobytes() == bytes(memory[: expected.nbytes])
 
 
-def test_a_block_is_narrowed_chunk_by_chunk_and_only_where_it_is_fp32() -> None:
+def test_a_block_is_downcast_chunk_by_chunk_and_only_if_it_is_fp32() -> None:
     specs = [
         ParamSpec("a", (3 * SEGMENT,), "fp32", True, 0),
         ParamSpec("b", (5000,), "bf16", True, 0),

@@ -1,4 +1,5 @@
-"""Pushes as frames: what is said is what arrives, and what does not fit is a WireError (Rule 8)."""
+"""Pushes as frames: each arrives unchanged, and a frame that does not fit is a WireError (Rule
+8)."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ CHUNKS = ChunkTable.build(
 
 
 def connection(local: int = 1) -> tuple[ParameterConnection, list[Any]]:
-    told: list[Any] = []
+    posted: list[Any] = []
     session = SimpleNamespace(
-        chunk=lambda number: CHUNKS[number], local=local, post=told.append, end=told.append
+        chunk=lambda number: CHUNKS[number], local=local, post=posted.append, end=posted.append
     )
     made = ParameterConnection(session, 3, None)  # type: ignore[arg-type]
     made.pool = BufferPool(4, max(4 * c.numel for c in CHUNKS))
-    return made, told
+    return made, posted
 
 
 def whole(chunk: Chunk) -> memoryview:
@@ -49,7 +50,7 @@ def whole(chunk: Chunk) -> memoryview:
 
 
 def arrive(at: ParameterConnection, message: messages.Push) -> bytes:
-    """Returns what went over the wire."""
+    """Deliver a push. Returns its payload on the wire."""
     kind, header, parts = m.frame(message)
     data = b"".join(parts)
     room = at.room(kind, header, len(data))
@@ -59,9 +60,9 @@ def arrive(at: ParameterConnection, message: messages.Push) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
-def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
-    """From a worker through a relay, which passes it on as it is, to a server, which has room
-    for its fp32 sum."""
+def test_a_downcast_gradient_takes_half_the_bytes(dtype: str) -> None:
+    """From a worker through a relay, which forwards it unchanged, to a server, which has room for
+    its fp32 sum."""
     chunk, (relay, passing), (server, got) = CHUNKS[0], connection(), connection()
     grad = whole(chunk)
     sent = arrive(relay, messages.Push(chunk.id, grad, True, True, 7, dtype=dtype))
@@ -76,16 +77,14 @@ def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
         dtype,
     )
     assert push.sent == sent and len(push.grad) == chunk.weights_nbytes
-    push.grad[:] = bytes(
-        chunk.weights_nbytes
-    )  # it may be written to, and is the connection's own buffer
+    push.grad[:] = bytes(chunk.weights_nbytes)  # it is writable and belongs to the connection
     assert server.pool is not None and server.pool.spare == 3
     server.freed(7)
     assert server.pool.spare == 4
 
 
-def test_gradients_follow_each_other_into_their_own_buffers() -> None:
-    """Room is asked for ahead of what arrives."""
+def test_successive_gradients_get_their_own_buffers() -> None:
+    """The buffer of the next gradient is requested before the current one has arrived."""
     chunk, (server, got) = CHUNKS[0], connection()
     frames = [
         m.frame(
@@ -116,19 +115,23 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
         (2, "bf16", 2, "instead of -1"),
     ],
 )
-def test_what_does_not_fit_is_refused(chunk: int, dtype: str, nbytes: int, words: str) -> None:
-    at, told = connection()
+def test_a_frame_of_the_wrong_size_is_refused(
+    chunk: int, dtype: str, nbytes: int, words: str
+) -> None:
+    at, posted = connection()
     with pytest.raises(WireError, match=words):
         at.room(m.PUSH, m.encode((chunk, True, 1, -1, dtype)), nbytes * CHUNKS[chunk].numel)
-    assert not told and at.pool is not None and at.pool.spare == 4
+    assert not posted and at.pool is not None and at.pool.spare == 4
 
 
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_a_push_without_a_gradient_is_refused(dtype: str) -> None:
-    at, told = connection()
+    at, posted = connection()
     at.arrived(m.PUSH, m.encode((0, True, 1, -1, dtype)), memoryview(b""))
     assert (
-        len(told) == 1 and isinstance(told[0], WireError) and "without a gradient" in str(told[0])
+        len(posted) == 1
+        and isinstance(posted[0], WireError)
+        and "without a gradient" in str(posted[0])
     )
 
 
@@ -151,7 +154,7 @@ def test_any_push_header_has_a_size_that_fits_or_is_refused(
             assert dtype in ("", "bf16", "fp16")
 
 
-def encoded(values: list[Any]) -> bytes:
+def encode(values: list[Any]) -> bytes:
     try:
         return m.encode(tuple(values))
     except (OverflowError, msgspec.MsgspecError):
@@ -164,14 +167,14 @@ pushes = st.tuples(
 
 
 @given(
-    st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encoded))
+    st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encode))
 )
 def test_any_bytes_as_a_header_are_a_header_or_a_wire_error(raw: bytes) -> None:
-    at, told = connection()
+    at, posted = connection()
     with contextlib.suppress(WireError):
         fields = m.header(m.PUSH, raw)
         assert [type(f) for f in fields] == [int, bool, int, int, str]
         if 0 <= fields[0] < len(CHUNKS):
             room = at.room(m.PUSH, raw, CHUNKS[fields[0]].numel * 2)
             at.arrived(m.PUSH, raw, room)
-            assert len(told) == 1
+            assert len(posted) == 1

@@ -1,5 +1,5 @@
-"""The phases of a chunk, of a slot and of a relay's copy go by their tables, and every step of a table
-is taken: none is there in vain."""
+"""The phases of a chunk, a slot and a relay's copy follow their transition tables, and every
+transition in a table occurs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, kind: type) -> set[tuple[Any, Any]]:
-    """(phase, next phase) of all objects of `kind` from now on."""
+def record_transitions(monkeypatch: pytest.MonkeyPatch, kind: type) -> set[tuple[Any, Any]]:
+    """Record (phase, next phase) of all objects of `kind` from now on."""
     seen: set[tuple[Any, Any]] = set()
     enter = kind.enter  # type: ignore[attr-defined]
 
@@ -35,7 +35,7 @@ def steps_of(table: Any) -> set[tuple[Any, Any]]:
 
 
 def train(machine: ServerStateMachine, seed: int) -> None:
-    """Three steps of one worker, with pulls at random moments."""
+    """Run three steps of a worker, with pulls at random moments."""
     world, rng = World(machine, seed), random.Random(seed)
     for step in range(1, 4):
         for chunk in machine.chunks:
@@ -54,8 +54,8 @@ def train(machine: ServerStateMachine, seed: int) -> None:
     assert all(chunk.phase is ChunkPhase.IDLE for chunk in machine.chunks.values())
 
 
-def test_every_step_of_a_chunks_table_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = recorded(monkeypatch, ChunkState)
+def test_every_transition_of_a_chunk_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_transitions(monkeypatch, ChunkState)
     for seed in range(20):
         kinds = random.Random(seed).choices(list(Resident), k=6)
         train(ServerStateMachine(ServerSpec(0, dict(enumerate(kinds)), 2, durable=True)), seed)
@@ -64,8 +64,8 @@ def test_every_step_of_a_chunks_table_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert seen == steps_of(chunk_state.NEXT_PHASES)
 
 
-def test_every_step_of_a_slots_table_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = recorded(monkeypatch, Slot)
+def test_every_transition_of_a_slot_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record_transitions(monkeypatch, Slot)
     prefetcher = Prefetcher(3, range(6))
     for _ in range(3):
         _run_sequence(prefetcher, [*range(6), *reversed(range(6))])
@@ -76,7 +76,7 @@ def test_every_step_of_a_slots_table_is_taken(monkeypatch: pytest.MonkeyPatch) -
     assert seen == steps_of(prefetch.NEXT_PHASES)
 
 
-def test_a_phase_that_cannot_follow_is_an_error() -> None:
+def test_an_invalid_transition_is_an_error() -> None:
     chunk = ChunkState(Resident.NOTHING)
     with pytest.raises(AssertionError, match="cannot become"):
         chunk.enter(ChunkPhase.WRITING)

@@ -1,5 +1,5 @@
-"""spec.plan: no split gives out more than the budget (Rule 4), and the least budget that is
-named is one that does."""
+"""Splits of a memory budget: none exceeds the budget (Rule 4), and the minimum named in an error
+suffices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ARRAYS, SCALARS = 2, 1
 
 @st.composite
 def jobs(draw):
-    """(table, records, owners, the options of derive): models of a few MB, with and without
-    compression's twins."""
+    """Draw (table, records, owners, options of derive): models of a few MB, with and without the
+    twin buffers of compression."""
     dtype = draw(st.sampled_from(["fp32", "bf16"]))
     blocks = []
     for b in range(draw(st.integers(1, 7))):
@@ -59,7 +59,7 @@ def jobs(draw):
 
 
 def least_of(job):
-    """The least budget that fits, by bisection: the truth that the message must tell."""
+    """Find the smallest budget that fits by bisection, as the reference for the error message."""
     table, records, owners, options = job
     low, high = 0, 64 * GIB
     while high - low > 1:
@@ -127,7 +127,7 @@ def test_every_buffer_holds_what_goes_into_it(job, extra):
     else:
         assert got.records.resident == frozenset(records)
         assert sum(r.nbytes for r in records.values()) <= got.records.resident_bytes
-        if options["holds_gradients"]:  # nowhere to send what waits
+        if options["holds_gradients"]:  # waiting gradients cannot be sent
             assert got.worker.push_buffers >= 2 + len(streamed)
 
 
@@ -155,8 +155,8 @@ def test_more_memory_never_means_less_of_anything_needed(job):
 
 @given(jobs(), BUDGETS, BUDGETS)
 @settings(max_examples=100, deadline=None)
-def test_the_side_of_the_device_is_bounded_too(job, extra, device_bytes):
-    """Its copies of the root's buffers, of slots and of gradient buffers."""
+def test_memory_of_the_device_is_bounded_too(job, extra, device_bytes):
+    """The device's copies of the root buffers, slots and gradient buffers."""
     table, records, owners, options = job
     host = least_of(job) + extra
     root = table.blocks[0]
@@ -199,7 +199,7 @@ def test_the_refusal_names_the_largest_block_and_a_way_out():
         derive(table, records, (0,), BudgetTerms(on_files=False, holds_gradients=True), MIB)
 
 
-def test_blocks_are_kept_until_backward_as_asked():
+def test_blocks_are_kept_until_backward_as_configured():
     blocks = [(f"b{i}", [ParamSpec(f"b{i}.w", (1 << 20,), "fp32", True, 0)]) for i in range(9)]
     table = ChunkTable.build(blocks, 1 << 20)
     words = {"on_files": True, "holds_gradients": True, "serves": False}

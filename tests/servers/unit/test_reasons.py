@@ -1,5 +1,5 @@
-"""A worker that ends because of one server says so to the others, for the sentences of their
-workers (Rule 5)."""
+"""A worker that ends because of a lost server tells the other servers why, so that their workers'
+errors name the cause (Rule 5)."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from roadtrain.servers.remote_server import RemoteServer
 
 
 class Wire:
-    """A link that keeps what is sent, in order; `None` is its end."""
+    """A link that records sent messages in order; None marks its end."""
 
     def __init__(self):
         self.sent = []
@@ -31,7 +31,7 @@ class Session:
 
 
 @pytest.mark.parametrize("server_is_lost", [True, False])
-def test_a_worker_says_why_it_ends(server_is_lost):
+def test_a_worker_sends_the_reason_of_its_end(server_is_lost):
     servers = {}
     for number in (0, 1):
         servers[number] = RemoteServer(number, f"server {number}", servers)
@@ -47,6 +47,6 @@ def test_a_worker_says_why_it_ends(server_is_lost):
     for kind, header in frames:
         connection.arrived(kind, header, memoryview(b""))
     connection.lost(LostError("worker 3: closed by peer"))
-    told = "the worker ended with LostError: server 1: ended without a goodbye"
-    assert session.ends == [(3, told if server_is_lost else "worker 3: closed by peer")]
+    reason = "the worker ended with LostError: server 1: ended without a goodbye"
+    assert session.ends == [(3, reason if server_is_lost else "worker 3: closed by peer")]
     assert {kind for kind, _ in frames} == ({m.FAILED} if server_is_lost else set())

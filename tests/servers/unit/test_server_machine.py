@@ -1,5 +1,5 @@
-"""The state machines, driven by a scripted world without hardware. Rule 7: these same objects drive
-the real nodes."""
+"""The servers' state machines, driven by a scripted world without hardware. The real nodes run the
+same objects (Rule 7)."""
 
 import itertools
 import random
@@ -28,8 +28,8 @@ from roadtrain.storage.history import Histories, HistoryLink, Resume, ServerHold
 
 
 class World:
-    """Carries a server's actions out in random order and watches Rule 3: no write into the
-    committed slot."""
+    """Carries out a server's actions in random order and checks that nothing is written into the
+    committed slot (Rule 3)."""
 
     def __init__(self, machine, seed):
         self.machine, self.random = machine, random.Random(seed)
@@ -57,7 +57,7 @@ class World:
                 assert (
                     push.chunk,
                     lane,
-                ) not in self.lanes, "nobody writes over what is still wanted"
+                ) not in self.lanes, "the committed slot is overwritten"
                 self.lanes[push.chunk, lane] = push.worker
             case messages.Hold(push):
                 if push.spill_slot is not None:
@@ -91,7 +91,7 @@ def chunk_of(world, chunk=0):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 2, 5])
-def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 5
+def test_steps_end_committed_in_any_order_of_actions(seed, buffers):  # Rule 3, Rule 5
     rng = random.Random(seed)
     kinds = [Resident.NOTHING, Resident.RECORD, Resident.WEIGHTS]
     machine = ServerStateMachine(
@@ -132,10 +132,10 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
     ("closes", "staleness"), [(False, 0), (True, 0), (True, 1), (False, 3), (True, 3)]
 )
 def test_several_workers_meet_in_every_step(seed, closes, staleness):
-    """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that
-    some (or all) have no gradient for still gets its version. Rule 1: an update sees every push of
-    its step and none of another, a pull gets the values after exactly the step it names, with a
-    staleness above 1 those or newer ones.
+    """Workers send their events in random order, each as far ahead as its pulls allow; a chunk
+    without a gradient from some (or all) workers still gets its version. Rule 1: an update uses
+    every push of its step and no other; a pull returns the values after exactly the step it names,
+    or newer values if staleness exceeds 1.
     """
     rng, n = random.Random(seed), 3
     chunks, steps = range(5), 4
@@ -147,7 +147,7 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
     machine = ServerStateMachine(ServerSpec(0, kinds, 2, durable=True, workers=n, delayed=delayed))
     world = World(machine, seed)
     seen = {}
-    # updates in (weights part, master), of the record in memory and of the file
+    # updates contained in (weights part, master), for the record in memory and for the file
     held = dict.fromkeys(chunks, (0, 0))
     filed = dict(held)
 
@@ -225,9 +225,8 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
     assert prepared == [[0, 1, 2]] * steps
 
 
-def test_an_early_gradient_does_not_stay_in_the_way():
-    """What the link needs for the messages behind it is freed before the turn of its step has
-    come."""
+def test_an_early_gradient_does_not_block_the_link():
+    """Its buffer is freed for later messages before its own step begins."""
     machine = ServerStateMachine(ServerSpec(0, {0: Resident.NOTHING}, 1, durable=True))
     world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1))
@@ -236,7 +235,7 @@ def test_an_early_gradient_does_not_stay_in_the_way():
     world.feed(messages.ApplyUpdate(0, 2, (), [1.0], 0))
     [spill] = [a for a in world.todo if isinstance(a, messages.Spill)]
     world.todo.remove(spill)
-    # the first step's update is through, the second's gradient is still being written away
+    # the first step's update is done, the second's gradient is still being spilled to disk
     world.drain()
     assert machine.chunks[0].version == 1 and messages.BufferFree(2) not in world.sent
     world.todo.append(spill)
@@ -250,9 +249,9 @@ def test_an_early_gradient_does_not_stay_in_the_way():
     )
 
 
-def test_a_gradient_is_dropped_in_its_turn():
-    """zero_grad() without step(), before the server has put the push away: the next push
-    counts, nothing else."""
+def test_a_dropped_gradient_is_replaced_by_the_next_push():
+    """zero_grad() without step() before the server has stored the push: only the next push
+    counts."""
     machine = ServerStateMachine(ServerSpec(0, {0: Resident.RECORD}, 0, durable=False, workers=2))
     world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1, None, 0))
@@ -266,14 +265,14 @@ def test_a_gradient_is_dropped_in_its_turn():
 
 
 def sums_of(world):
-    """Of each sum that workers were told: whose gradients it is of."""
+    """For each sum reported to workers, the workers whose gradients it contains."""
     return [m.sums for m in world.sent if isinstance(m, messages.GradAccumulated)]
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_sum_that_was_dropped_is_taken_again(closes):
-    """Two workers close, drop their gradients and push again: the norm of the update is that of the
-    second gradients, also where they are not closed."""
+def test_a_dropped_sum_is_computed_again(closes):
+    """Two workers close, drop their gradients and push again: the update's norm comes from the
+    second gradients, even if those are not closed."""
     world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
     for worker in (0, 1):
         world.feed(messages.Push(0, None, True, True, worker, None, worker))
@@ -290,8 +289,8 @@ def test_a_sum_that_was_dropped_is_taken_again(closes):
     assert sums_of(world) == [(0, 1), (1,)] and chunk_of(world).version == 1
 
 
-def test_one_relay_stands_for_several_workers():
-    """What it pushes is their sum: its norm is told once the relay has closed it, not before."""
+def test_a_relay_pushes_for_several_workers():
+    """The relay pushes their sum, whose norm is reported only after the relay has closed it."""
     world = World(server({0: Resident.RECORD}, durable=False, relays=True), 0)
     world.feed(messages.Push(0, None, True, True, 1))
     world.drain()
@@ -302,7 +301,7 @@ def test_one_relay_stands_for_several_workers():
 
 
 def test_a_dropped_gradient_frees_the_memory_of_its_own_worker():
-    """The other worker's is in use until the update."""
+    """The memory of the other worker is in use until the update."""
     world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
     for worker in (0, 1):
         world.feed(messages.Push(0, None, True, True, 10 + worker, None, worker))
@@ -319,7 +318,7 @@ def test_a_dropped_gradient_frees_the_memory_of_its_own_worker():
     assert freed() == [10, 11]
 
 
-def test_a_sum_counts_for_its_own_step_only():
+def test_a_sum_counts_only_for_its_step():
     """The first step's gradients are closed, the second step's are not."""
     world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
     for step in (1, 2):
@@ -334,7 +333,7 @@ def test_a_sum_counts_for_its_own_step_only():
     assert sums_of(world) == [(0, 1), (0, 1)]
 
 
-# What one of two workers has done when the other one's link ends.
+# The events of one of two workers before the other's link ends.
 IN_A_STEP = {
     "a gradient is on its way": [messages.Push(0, None, True, True, 1)],
     "a gradient is whole": [messages.Close(0, 1)],
@@ -350,7 +349,7 @@ IN_A_STEP = {
 
 
 @pytest.mark.parametrize("case", IN_A_STEP)
-def test_a_worker_that_goes_in_a_step_ends_the_session(case):  # Rule 5
+def test_a_worker_that_leaves_during_a_step_ends_the_session(case):  # Rule 5
     machine = server({0: Resident.RECORD}, workers=2)
     for event in IN_A_STEP[case]:
         machine.handle(event)
@@ -368,8 +367,8 @@ def test_a_worker_that_goes_in_a_step_ends_the_session(case):  # Rule 5
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_no_step_begins_without_a_worker_that_has_gone(event):  # Rule 5
-    """Between two steps a worker may leave; what the others have under way goes on."""
+def test_no_step_begins_after_a_worker_has_left(event):  # Rule 5
+    """A worker may leave between two steps; pending operations of the others complete."""
     machine = server({0: Resident.RECORD}, workers=2)
     assert machine.handle(messages.PeerLost(1, "unplugged")) == []
     assert machine.handle(messages.DiscardGrad(0)) == [messages.Discard(0, 0)]
@@ -379,8 +378,8 @@ def test_no_step_begins_without_a_worker_that_has_gone(event):  # Rule 5
 
 
 @pytest.mark.parametrize("kind", list(Resident), ids=lambda kind: kind.value)
-def test_no_pull_copies_what_an_update_is_changing(kind):  # Rule 6
-    """What memory keeps for good changes in place; a file does not."""
+def test_no_pull_copies_a_record_during_its_update(kind):  # Rule 6
+    """A record held in memory is updated in place; a file is not."""
     world = World(server({0: kind}, 1), 0)
     world.feed(messages.Push(0, None, True, True, 1))
     world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
@@ -393,8 +392,8 @@ def test_no_pull_copies_what_an_update_is_changing(kind):  # Rule 6
     assert world.sent.count(messages.Pulled(7, 0)) == 1
 
 
-def test_a_pull_whose_turn_comes_during_an_update_waits_for_its_end():  # Rule 6
-    """One answer at a time; another chunk's is under way when the update begins."""
+def test_a_pull_waits_for_an_update_of_its_chunk_to_end():  # Rule 6
+    """One answer at a time; another chunk's answer is in progress when the update begins."""
     world = World(server(dict.fromkeys((0, 1), Resident.RECORD), answers=1), 0)
     world.feed(messages.Pull(1, 0, None, 1))
     world.feed(messages.Pull(0, 0, None, 2))
@@ -406,7 +405,7 @@ def test_a_pull_whose_turn_comes_during_an_update_waits_for_its_end():  # Rule 6
         world.run_one()
     world.feed(messages.Done(first))
     assert not any(isinstance(action, messages.Answer) for action in world.todo)
-    world.feed(messages.Pull(1, 0, None, 3))  # it keeps nobody else from his turn
+    world.feed(messages.Pull(1, 0, None, 3))  # it does not delay other pulls
     world.drain()
     assert [m.ticket for m in world.sent if isinstance(m, messages.Pulled)] == [1, 3, 2]
 
@@ -439,8 +438,8 @@ def test_a_record_buffer_is_kept_while_a_pull_copies_from_it():  # Rule 6
     assert world.machine.free == [0] and chunk_of(world).phase is ChunkPhase.IDLE
 
 
-def test_the_newest_values_come_from_where_the_master_rests():
-    """With staleness 1 memory may keep the weights part alone, which is one update behind."""
+def test_the_newest_values_are_read_beside_the_master():
+    """With staleness 1 memory may hold only the weights part, which lags by one update."""
     kinds = dict(enumerate(Resident))
     machine = server(kinds, 3, delayed=dict.fromkeys(kinds, True))
     for number, kind in kinds.items():
@@ -450,9 +449,8 @@ def test_the_newest_values_come_from_where_the_master_rests():
             assert (answer.newest, answer.memory) == (newest, kept)
 
 
-def test_a_chunk_that_the_last_step_left_as_it_was_has_one_version():  # Rule 1
-    """A session begins: only the weights part of what the last step updated is one update
-    behind."""
+def test_a_chunk_without_an_update_in_the_last_step_has_a_single_version():  # Rule 1
+    """When a session begins, the weights part lags only for chunks that the last step updated."""
     kinds = dict.fromkeys((0, 1), Resident.RECORD)
     machine = server(kinds, delayed={0: True, 1: False}, committed=5)
     answers = [machine.handle(messages.Pull(c, v, None, 1))[0] for c in (0, 1) for v in (-1, 0)]
@@ -466,10 +464,10 @@ def test_a_chunk_that_the_last_step_left_as_it_was_has_one_version():  # Rule 1
         (messages.Push(0, None, True, True, 2), False),
         (messages.Push(0, None, True, False, 2, sums=(1.0,)), False),
     ],
-    ids=["its memory is wanted", "kept where it lies", "compressed"],
+    ids=["its buffer is needed", "kept in its buffer", "compressed"],
 )
-def test_which_early_gradients_are_written_away(push, spills):
-    """Beyond the slots of the workers' held gradients."""
+def test_early_gradients_spill_to_disk_beyond_the_slots(push, spills):
+    """The slots hold the workers' gradients."""
     world = World(server({0: Resident.NOTHING}, 1, workers=3, relays=True), 0)
     for worker in range(3):
         world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0, worker))
@@ -479,18 +477,18 @@ def test_which_early_gradients_are_written_away(push, spills):
     assert slots == ([3] if spills else [])
 
 
-def test_what_another_worker_has_said_before_changes_nothing():
-    """Every worker passes the commit on, each in its own time."""
+def test_a_repeated_commit_from_another_worker_changes_nothing():
+    """Every worker forwards the commit at its own time."""
     machine = server({0: Resident.NOTHING}, 1, number=1, workers=2)
     for step, committed in ((1, 1), (1, 1), (2, 2), (1, 2), (2, 2)):
         assert machine.handle(messages.CommitDone(step)) == []
         assert machine.committed == committed
 
 
-def test_workers_that_differ_are_told():
+def test_workers_with_different_updates_are_refused():
     a = messages.ApplyUpdate(0, 1, (0.1,), [1.0, None], 0, 0)
     assert list(agreed([a, replace(a, scales=[None, 2.0], worker=1)]).scales) == [1.0, 2.0]
-    nan = replace(a, scales=[float("nan"), None])  # of a diverged run: all agree
+    nan = replace(a, scales=[float("nan"), None])  # a diverged run, where all workers agree
     assert agreed([nan, replace(nan, scales=[float("nan"), None], worker=1)]).scales[0] != 0
     with pytest.raises(LoopError, match="hyperparameters"):
         agreed([a, replace(a, hyper=(0.2,), worker=1)])
@@ -500,7 +498,7 @@ def test_workers_that_differ_are_told():
         agreed([a, replace(a, scales=[0.5, None], worker=1)])
 
 
-def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
+def test_no_write_before_the_previous_step_is_committed():  # Rule 3
     machine = ServerStateMachine(ServerSpec(1, {0: Resident.NOTHING}, 2, durable=True))
     world = World(machine, 0)
     for step in (1, 2):
@@ -515,7 +513,7 @@ def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
     assert messages.Prepared(1, 2) in world.sent
 
 
-def test_updates_run_in_the_order_the_next_forward_asks():
+def test_updates_run_in_the_order_of_the_next_forward():
     machine = ServerStateMachine(
         ServerSpec(0, dict.fromkeys(range(7), Resident.NOTHING), 1, durable=True)
     )
@@ -523,7 +521,7 @@ def test_updates_run_in_the_order_the_next_forward_asks():
     for c in range(7):
         world.feed(messages.Push(c, None, True, True, c))
     world.drain()
-    # the first takes the only buffer, so nothing else starts before all are asked for
+    # the first takes the only buffer, so nothing else starts before all have been requested
     for c in reversed(range(7)):
         world.feed(messages.ApplyUpdate(c, 1, (), [1.0], c))
     world.feed(messages.EndStep(1))
@@ -545,8 +543,8 @@ def test_a_waiting_pull_is_answered_before_the_write():
 
 
 def answered_order(turns, slow, n):
-    """Answers that end, each worker's at its own pace: `slow` ends one of four. How far each
-    got, time by time."""
+    """Let answers complete, for worker `slow` a quarter as often. Returns each worker's count over
+    time."""
     under_way, ended, out = [], dict.fromkeys(range(3), 0), []
     for tick in range(4 * n):
         while (pull := turns.next()) is not None:
@@ -557,20 +555,23 @@ def answered_order(turns, slow, n):
                 under_way.remove(mine[0])
                 turns.answered(worker)
                 ended[worker] += 1
-                assert mine[0][1] == ended[worker] - 1, "in the order of asking"
+                assert mine[0][1] == ended[worker] - 1, "answered in the order of the pulls"
         out.append(dict(ended))
     return out
 
 
-def test_pulls_are_answered_at_one_pace():
-    """Of workers that wait at the same time none gets far ahead; one that waits alone is not
-    held up; one that comes later begins where the others are."""
+def test_pulls_of_all_workers_are_answered_at_the_same_pace():
+    """Among waiting workers none gets far ahead; a worker that waits alone is not held up; a late
+    worker starts level with the others."""
     turns = Turns(2)
     for worker in range(3):
         for i in range(20):
             turns.ask(worker, (worker, i))
     got = answered_order(turns, 1, 20)
-    assert all(one[0] - one[1] <= turns.most and one[2] - one[1] <= turns.most for one in got)
+    assert all(
+        counts[0] - counts[1] <= turns.most and counts[2] - counts[1] <= turns.most
+        for counts in got
+    )
     assert got[-1] == {0: 20, 1: 20, 2: 20}
     for i in range(5):  # alone
         turns.ask(0, (0, i))
@@ -583,9 +584,7 @@ def test_pulls_are_answered_at_one_pace():
     turns.ask(1, (1, 0))
     for i in range(9):
         turns.ask(2, (2, i))
-    assert len([p for p in iter(turns.next, None) if p[0] == 2]) == turns.most, (
-        "0 is not there any more"
-    )
+    assert len([p for p in iter(turns.next, None) if p[0] == 2]) == turns.most, "worker 0 has left"
 
 
 def _arrive(prefetcher, pulls):
@@ -594,7 +593,7 @@ def _arrive(prefetcher, pulls):
 
 
 def _run_sequence(prefetcher, sequence):
-    """Plays uses; pulls arrive one use later. Returns how many uses had to wait."""
+    """Use blocks in sequence; pulls arrive one use later. Returns how many uses had to wait."""
     pending, waits = [], 0
     for block in sequence:
         pending += prefetcher.request(block)
@@ -630,7 +629,7 @@ def test_prefetch_learns_a_skipped_block():
     assert _run_sequence(prefetcher, sequence) <= 1
 
 
-def test_with_room_for_all_nothing_is_fetched_twice():
+def test_nothing_is_fetched_twice_if_all_blocks_fit():
     prefetcher = Prefetcher(6, range(1, 7))
     sequence = [*range(1, 7), *range(6, 0, -1)]
     _run_sequence(prefetcher, sequence)
@@ -657,7 +656,7 @@ def test_device_queue_priorities_and_bursts():
 
 
 @pytest.mark.parametrize(("bursts", "kept"), [(1.3, True), (1.05, False), (0.8, False)])
-def test_trial_tries_both_ways_and_keeps_bursts_only_where_they_are_clearly_faster(bursts, kept):
+def test_the_trial_keeps_bursts_only_if_they_are_clearly_faster(bursts, kept):
     trial, burst, tried = Trial(), False, []
     while not trial.chosen:
         tried.append(burst)
@@ -666,14 +665,14 @@ def test_trial_tries_both_ways_and_keeps_bursts_only_where_they_are_clearly_fast
     assert trial.stepped(burst, Trial.LEAST, 100.0) is kept  # for good
 
 
-def test_trial_waits_for_steps_that_move_something():
+def test_the_trial_ignores_steps_without_traffic():
     trial = Trial()
     assert (
         not any(trial.stepped(False, Trial.LEAST - 1, 1.0) for _ in range(20)) and not trial.chosen
     )
 
 
-def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
+def test_the_ledger_commits_once_all_servers_prepared_and_the_blob_is_known():
     ledger = CommitStateMachine(range(3), 0)
     assert len(ledger.end_step(1)) == 3
     assert ledger.on_prepared(messages.Prepared(1, 1)) == []
@@ -692,11 +691,11 @@ def test_assign_spreads_evenly_and_by_weight():
     assert 2.2 < uneven.count(1) / uneven.count(0) < 4.2
 
 
-def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
+def test_with_replicas_the_ledger_sends_the_blob_to_all_before_the_commit():
     ledger = CommitStateMachine((1, 2, 4), 0, everywhere=True)
     assert [s for s, _ in ledger.end_step(1)] == [1, 2, 4]
     assert ledger.blob(1, b"x") == []
-    # nobody prepares what is not compared
+    # nobody prepares before the comparison
     assert ledger.missing() == "step 1 waits for server(s) [1, 2, 4]"
     assert (
         ledger.on_written(messages.Written(1, 1)) == ledger.on_written(messages.Written(2, 1)) == []
@@ -713,8 +712,8 @@ def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
     ledger.check()
 
 
-def test_what_only_one_worker_has_is_prepared_before_the_others_are_told():
-    """Server 9 is that worker's own: it compares nothing and keeps no job's state."""
+def test_a_workers_own_server_prepares_before_the_others_commit():
+    """Server 9 belongs to that worker: it compares nothing and holds no state of the job."""
     ledger = CommitStateMachine((1, 2, 9), 0, everywhere=True, own=9)
     ledger.end_step(1)
     ledger.blob(1, b"x")
@@ -725,7 +724,7 @@ def test_what_only_one_worker_has_is_prepared_before_the_others_are_told():
 
 
 def test_two_chunks_whose_differences_cancel_are_found():  # Rule 6
-    """The plain sums are the same, the weighted ones are not."""
+    """Their plain sums are equal, their weighted sums are not."""
     ledger = CommitStateMachine((0, 1), 0, everywhere=True)
     ledger.end_step(1)
     ledger.blob(1, b"x")
@@ -737,8 +736,8 @@ def test_two_chunks_whose_differences_cancel_are_found():  # Rule 6
 
 @pytest.mark.parametrize("bad", [(), (5,), (2, 7)])
 def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rule 6
-    """Three servers; the chunks of owner 1 are held by 1 and 2. One that differs is named, of
-    several it is said."""
+    """Three servers; servers 1 and 2 hold the chunks of owner 1. The error names the server that
+    differs, or says that several differ."""
     chunks, ledger = [2, 5, 7], CommitStateMachine((0, 1, 2), 3, everywhere=True)
     sums = dict.fromkeys((1, 2), (0, 0))
     for chunk in chunks:
@@ -768,9 +767,9 @@ def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rul
     assert found.chunk(chunks) == (bad[0] if len(bad) == 1 else None)
 
 
-def test_a_server_says_what_it_wrote_before_it_prepares():
-    """The sum over its chunks, of each owner, in whatever order they were updated."""
-    said = []
+def test_a_server_reports_its_checksums_before_it_prepares():
+    """The sum over the chunks of each owner does not depend on the order of updates."""
+    reports = []
     for seed in range(4):
         machine = ServerStateMachine(
             ServerSpec(
@@ -793,39 +792,41 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
         world.feed(messages.Commit(1, b"x"))
         world.drain()
         written = [m for m in world.sent if isinstance(m, messages.Written)]
-        assert len(written) == 1, "once, however long the step waits"
-        said += written
+        assert len(written) == 1, "reported once, however long the step waits"
+        reports += written
         assert [a.step for a in world.log if isinstance(a, messages.Prepare)] == [1]
     first = added((0, 0), 0, 1000)
     second = added(added((0, 0), 1, 1001), 2, 1002)
-    assert set(said) == {messages.Written(1, 1, ((0, *first), (1, *second)))}
+    assert set(reports) == {messages.Written(1, 1, ((0, *first), (1, *second)))}
 
 
 class Replicas:
-    """Servers with real state machines and workers with real ledgers; records are what a disk would
-    hold. A step's contents are those before it and (session, step), so that contents of two
-    histories never look alike. `own`: each worker has a part that only it knows, server n + its
-    number."""
+    """Servers with real state machines, workers with real ledgers, and records in place of disks.
+    The contents after a step are the earlier contents plus (session, step), so that two histories
+    never have equal contents. own: Each worker keeps a private part on server n + its number."""
 
     WORKERS = 2
 
     def __init__(self, n, seed, own=False):
         self.n, self.random, self.own = n, random.Random(seed), own
-        self.disks = [{} for _ in range(n)]  # step -> (contents, blobs); the two newest
+        self.disks = [{} for _ in range(n)]  # step -> (contents, blobs), for the two newest steps
         self.disks += [{0: ((), ())} for _ in range(self.WORKERS * own)]
-        self.known = [()] * n  # the history that a server has
+        self.histories = [()] * n  # history of each server
         self.sessions = 0
-        self.told = 0  # the last step that a worker knows to be committed
-        self.contents = {}  # of that step
-        self.away, self.stale = None, None  # who is dead; who has missed steps
+        self.committed = 0  # the last step that any worker knows to be committed
+        self.contents = {}  # contents at that step
+        self.away, self.stale = None, None  # the dead server; the server that has missed steps
 
     def start(self, alive, events):
-        """A session of `alive`, which ends after `events` events; every one of them is a kill
-        point. True: it ran."""
-        # worker 0 saw it die and told the others
+        """Run a session of the servers `alive` and kill it after `events` events.
+
+        Returns:
+            Whether the session got past its start.
+        """
+        # worker 0 saw the server die and informed the others
         without = () if self.stale is None else (self.stale,)
         found = {
-            i: ServerHoldings(max(self.disks[i], default=-1), self.known[i], without=without)
+            i: ServerHoldings(max(self.disks[i], default=-1), self.histories[i], without=without)
             for i in alive
         }
         got = Histories(
@@ -834,7 +835,7 @@ class Replicas:
             {(i, (i + 1) % self.n) for i in range(self.n)},
         ).resume()
         if not isinstance(got, Resume):
-            assert not self.told
+            assert not self.committed
             got = Resume(0, tuple(alive), ())
             for i in alive:
                 self.disks[i] = {0: ((), None)}
@@ -842,9 +843,11 @@ class Replicas:
         self.sessions += 1
         records = [self.disks[i].get(step) for i in members]
         assert all(r == records[0] and r is not None for r in records), "members differ"
-        assert step >= self.told, f"step {self.told} was committed, {step} is gone on from"
-        if step == self.told and self.contents:
-            assert records[0] == self.contents, "another history"
+        assert step >= self.committed, (
+            f"step {self.committed} was committed, but the session resumes from {step}"
+        )
+        if step == self.committed and self.contents:
+            assert records[0] == self.contents, "the contents are those of another history"
         for i in members:
             if (events := events - 1) < 0:
                 return False
@@ -853,15 +856,15 @@ class Replicas:
             if i not in members:
                 if (events := events - 1) < 0:
                     return False
-                self.disks[i], self.known[i] = {step: records[0]}, got.history
+                self.disks[i], self.histories[i] = {step: records[0]}, got.history
         history = (*got.history, HistoryLink(f"session {number}", step, tuple(sorted(alive))))
-        for i in alive:  # once all have what the link says
+        for i in alive:  # once all members hold the step that the link names
             if (events := events - 1) < 0:
                 return False
-            self.known[i] = history
+            self.histories[i] = history
         for i in range(self.n, len(self.disks)):
             assert self.disks[i][step][0] == records[0][0], (
-                "what only one worker has is of another step"
+                "the private part of a worker is at another step"
             )
             self.disks[i] = {s: r for s, r in self.disks[i].items() if s <= step}
         self.stale = self.away
@@ -900,7 +903,9 @@ class Replicas:
             )
             for i in own
         }
-        lanes = {(i, w): [] for i in alive for w in range(self.WORKERS)}  # each in order, both ways
+        lanes = {
+            (i, w): [] for i in alive for w in range(self.WORKERS)
+        }  # messages of each lane in order, both ways
         lanes |= {(i, w): [] for i, w in own.items()}
         back = {key: [] for key in lanes}
         work = {i: [] for i in self.machines}
@@ -922,11 +927,14 @@ class Replicas:
                 if (
                     ledger.ended in ledger.prepared
                     and ledger.ended not in ledger.blobs
-                    and not self.said[w]
+                    and not self.blob_sent[w]
                 ):
-                    self.said[w], out = True, ledger.blob(ledger.ended, (number, ledger.ended, w))
+                    self.blob_sent[w], out = (
+                        True,
+                        ledger.blob(ledger.ended, (number, ledger.ended, w)),
+                    )
                 elif ledger.committed >= ledger.ended - 1:
-                    self.said[w], out = False, ledger.end_step(ledger.ended + 1)
+                    self.blob_sent[w], out = False, ledger.end_step(ledger.ended + 1)
                 for server, message in out:
                     lanes[server, w].append(replace(message, worker=0 if server in own else w))
             elif kind == "work":
@@ -957,22 +965,22 @@ class Replicas:
                         else ledger.on_prepared(message)
                     )
                 )
-                if done and message.step > self.told:
-                    self.told, self.contents = message.step, self.disks[alive[0]][message.step]
+                if done and message.step > self.committed:
+                    self.committed, self.contents = message.step, self.disks[alive[0]][message.step]
                 for to, what in out:
                     lanes[to, w].append(
                         what if done else replace(what, worker=0 if to in own else w)
                     )
 
     def life(self):
-        """Sessions in which one server after the other dies and comes back; at most one at a
-        time is dead or stale."""
-        self.said = [True] * self.WORKERS
+        """Run sessions in which servers die and return; at most one at a time is dead or stale."""
+        self.blob_sent = [True] * self.WORKERS
         for _ in range(12):
-            self.said = [True] * self.WORKERS
+            self.blob_sent = [True] * self.WORKERS
             alive = [i for i in range(self.n) if i != self.away]
             self.start(
-                alive, self.random.randrange(8 if self.told and self.random.random() < 0.3 else 140)
+                alive,
+                self.random.randrange(8 if self.committed and self.random.random() < 0.3 else 140),
             )
             fate, may_die = (
                 self.random.random(),
@@ -980,21 +988,21 @@ class Replicas:
             )
             if fate < 0.3:
                 self.away = None
-            elif fate < 0.8 and (self.told or self.away is not None):
+            elif fate < 0.8 and (self.committed or self.away is not None):
                 self.away = self.stale = may_die
                 if self.random.random() < 0.7:
-                    self.disks[may_die], self.known[may_die] = {}, ()
-        return self.told
+                    self.disks[may_die], self.histories[may_die] = {}, ()
+        return self.committed
 
 
 @pytest.mark.parametrize(("n", "own"), [(2, False), (3, False), (2, True)])
-def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n, own):  # Rule 3
-    """A server dies (with or without what it held) between any two events of a session or of its
-    start. What only one worker has is at the step that the others go on from."""
+def test_no_committed_step_is_lost_with_one_server_at_any_moment(n, own):  # Rule 3
+    """A server dies (with or without its disk) between any two events of a session or of its start.
+    The private part of a worker is at the step from which the others continue."""
     assert sum(Replicas(n, seed, own).life() for seed in range(200)) > (50 if own else 200)
 
 
-def test_who_is_waited_for_is_known():
+def test_the_machine_names_the_workers_it_waits_for():
     machine = ServerStateMachine(
         ServerSpec(0, {0: Resident.RECORD, 1: Resident.RECORD}, 0, durable=False, workers=3)
     )

@@ -1,5 +1,5 @@
-"""The worker's state machine, driven in random orders against servers that take their time; what it
-says is held against counts that the test keeps itself."""
+"""The worker's state machine, driven in random orders against slow servers; its messages are
+checked against counts that the test keeps itself."""
 
 import random
 from collections import Counter, defaultdict, deque
@@ -45,8 +45,8 @@ def a_machine(*, servers=(0, 1), replicas=1, slots=3, buffers=4, committed=0, **
 
 
 class SlowServer:
-    """Takes its messages in order; updates, answers and commits whenever it is let. The gradients
-    of other workers are always there already."""
+    """A server that takes its messages in order and updates, answers and commits when the test lets
+    it. Gradients of other workers have always arrived already."""
 
     def __init__(self, world, number):
         self.world, self.number = world, number
@@ -55,7 +55,7 @@ class SlowServer:
         self.pulls, self.reading, self.blobs = [], defaultdict(list), {}
         self.ended, self.done = [], 0
 
-    def hear(self):
+    def take_message(self):
         message = self.inbox.popleft()
         several = self.world.machine.setup.workers > 1
         match message:
@@ -73,7 +73,7 @@ class SlowServer:
             case messages.DiscardGrad(chunk):
                 self.free(chunk)
             case messages.ApplyUpdate(chunk, step):
-                assert step not in self.ended, "nothing of a step follows its end"
+                assert step not in self.ended, "a message of a step follows its end"
                 if several and (chunk, step) not in self.world.closed:
                     self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
                 self.updates.append(message)
@@ -89,7 +89,7 @@ class SlowServer:
         self.outbox.extend(messages.BufferFree(ticket) for ticket in self.reading.pop(chunk, ()))
 
     def work(self):
-        """One update, or the end of a step."""
+        """Run an update or the end of a step."""
         match self.updates[0]:
             case messages.ApplyUpdate(chunk):
                 self.version[chunk] += 1
@@ -116,12 +116,12 @@ class SlowServer:
 
 
 class World:
-    """Carries actions out, and counts for itself what was said."""
+    """Carries out actions and keeps its own counts of messages."""
 
     def __init__(self, machine, seed):
         self.machine, self.random = machine, random.Random(seed)
         self.servers = {n: SlowServer(self, n) for n in machine.setup.servers}
-        self.asked = {}  # (target, chunk) -> version asked for
+        self.requested = {}  # (target, chunk) -> version requested
         self.coming = defaultdict(set)  # target -> tickets
         self.target_of, self.copied = {}, []
         self.updated = defaultdict(set)  # chunk -> steps
@@ -137,16 +137,16 @@ class World:
                     for number in servers:
                         self.say(number, message)
                 case w.StartPulls(target, pulls):
-                    assert not self.coming[target], "a buffer is filled once at a time"
+                    assert not self.coming[target], "a buffer is filled twice at once"
                     for pull in pulls:
-                        self.asked[target, pull.chunk.id] = pull.version
+                        self.requested[target, pull.chunk.id] = pull.version
                         self.coming[target].add(pull.ticket)
                         self.target_of[pull.ticket] = target
                         self.servers[pull.server].inbox.append(
                             messages.Pull(pull.chunk.id, pull.version, None, pull.ticket)
                         )
                 case w.CopyIn(target, _):
-                    assert not self.coming[target], "all of it is there"
+                    assert not self.coming[target], "the buffer is not complete"
                     self.copied.append(target)
         self.machine.check()
 
@@ -161,7 +161,7 @@ class World:
                 self.closed.add((chunk, step))
                 self.sums_due[chunk] += 1
             case messages.DiscardGrad(chunk):
-                assert not self.sums_due[chunk], "what is still being held cannot be dropped"
+                assert not self.sums_due[chunk], "a gradient that is still being held is dropped"
             case messages.ApplyUpdate(chunk, step, _, scales):
                 assert step == self.machine.commit.ended + 1
                 assert several or any(scale is not None for scale in scales)
@@ -171,14 +171,16 @@ class World:
             case messages.Commit(step):
                 assert step in self.blobs
                 others = set(self.servers) - {0}
-                assert number or self.prepared[step] == others, "the first commits last"
+                assert number or self.prepared[step] == others, "server 0 must commit last"
         self.servers[number].inbox.append(message)
 
     def run_one(self):
-        """Something happens somewhere."""
+        """Let a random pending action happen."""
         todo = []
         for server in self.servers.values():
-            todo += [server.hear] * bool(server.inbox) + [server.work] * bool(server.updates)
+            todo += [server.take_message] * bool(server.inbox) + [server.work] * bool(
+                server.updates
+            )
             todo += [server.answer] * bool(server.pulls)
             todo += [lambda server=server: self.deliver(server)] * bool(server.outbox)
         if todo:
@@ -202,23 +204,24 @@ class World:
             if ready():
                 return
             self.run_one()
-        raise AssertionError("nothing more happens")
+        raise AssertionError("no pending action is left")
 
-    # what a step does
+    # the parts of a step
 
     def count(self, chunk, last):
-        """Updates of `chunk` in steps up to `last`."""
+        """Number of updates of `chunk` in steps up to `last`."""
         return sum(step <= last for step in self.updated[chunk])
 
     def check_versions(self, target, block, step):
-        """Rule 1: a step computes with what its staleness says, never with less."""
+        """Rule 1: a step computes with the version that its staleness allows, never an older
+        one."""
         staleness = self.machine.setup.staleness
         for chunk in self.machine.table.blocks[block].chunks:
-            asked = self.asked[target, chunk.id]
+            version = self.requested[target, chunk.id]
             if staleness > 1:
-                assert asked >= self.count(chunk.id, step - 1) - staleness
+                assert version >= self.count(chunk.id, step - 1) - staleness
             else:
-                assert asked == self.count(chunk.id, step - 1 - staleness)
+                assert version == self.count(chunk.id, step - 1 - staleness)
 
     def compute(self, block, step):
         machine = self.machine
@@ -241,7 +244,7 @@ class World:
         else:
             self.until(lambda: not machine.is_read(buffer))
         read = {b for b, _ in self.read_by.values()}
-        assert buffer not in read, "a server reads there"
+        assert buffer not in read, "a server still reads the buffer"
         machine.grad_ready(block, self.params(block))
         return lambda then: self.send(block, buffer, then, keep_always)
 
@@ -297,7 +300,7 @@ CASES = {
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("case", CASES)
-def test_steps_whatever_the_order(case, seed):  # Rules 1, 3, 4
+def test_steps_complete_in_any_order_of_events(case, seed):  # Rules 1, 3, 4
     rng = random.Random(seed)
     machine = a_machine(slots=rng.choice([2, 3, 5]), buffers=rng.choice([3, 4, 6]), **CASES[case])
     world, blocks = World(machine, seed), range(1, len(machine.table.blocks))
@@ -345,8 +348,8 @@ def test_steps_whatever_the_order(case, seed):  # Rules 1, 3, 4
 
 
 @pytest.mark.parametrize(("staleness", "most"), [(0, 2), (1, 2), (2, 2), (4, 4)])
-def test_no_more_steps_than_may_be_are_uncommitted(staleness, most):  # Rule 4
-    """Nothing is ever committed: so many steps end, and no more."""
+def test_the_number_of_uncommitted_steps_is_bounded(staleness, most):  # Rule 4
+    """Without any commit only so many steps can end."""
     machine = a_machine(staleness=staleness, committed=10)
     for step in range(11, 11 + most):
         assert machine.may_end(step)
@@ -357,7 +360,7 @@ def test_no_more_steps_than_may_be_are_uncommitted(staleness, most):  # Rule 4
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_sums_are_no_more_steps_behind_than_updates(staleness):
-    """The commits come, the sums of block 1 never do."""
+    """Commits arrive, but the sums of block 1 never do."""
     machine = a_machine(staleness=staleness)
     for step in range(1, staleness + 2):
         assert machine.may_end(step)
@@ -369,8 +372,8 @@ def test_sums_are_no_more_steps_behind_than_updates(staleness):
     assert not machine.may_end(staleness + 2)
 
 
-def test_replicas_have_said_all_sums_before_a_step_ends():
-    """Two servers report, each in its own time: the sums of one step only are on their way."""
+def test_all_replicas_report_their_sums_before_a_step_ends():
+    """Two servers report at their own pace: only sums of a single step are in transit."""
     machine = a_machine(staleness=2, replicas=2)
     machine.grad_ready(1, [1])
     machine.begin_update(1, 1, {0: ()}, lambda param: 1.0)
@@ -383,13 +386,13 @@ def test_replicas_have_said_all_sums_before_a_step_ends():
 
 
 def test_two_gradient_buffers_are_never_kept():
-    """Where updates wait for step(), servers keep what lies in all the others."""
+    """When updates wait for step(), servers keep the gradients in all other buffers."""
     machine, kept = a_machine(buffers=4), []
     chunk = machine.table.blocks[1].chunks[0]
     for _ in range(4):
         buffer = machine.take_buffer()
-        [say] = machine.send_dense(buffer, [(chunk, None, "")], True, {}, False)
-        kept.append(say.message.keep)
+        [sent] = machine.send_dense(buffer, [(chunk, None, "")], True, {}, False)
+        kept.append(sent.message.keep)
     assert kept == [True, True, False, False] and not machine.free
 
 
@@ -397,16 +400,16 @@ def test_a_buffer_is_free_once_every_server_has_read_all_of_it():
     machine = a_machine(replicas=2, buffers=3)
     block, buffer = machine.table.blocks[2], machine.take_buffer()
     pieces = [(chunk, None, "") for chunk in block.chunks]
-    says = machine.send_dense(buffer, pieces, True, {}, True)
-    assert len(says) == 4  # two chunks, two servers each
-    for say in says:
+    sends = machine.send_dense(buffer, pieces, True, {}, True)
+    assert len(sends) == 4  # two chunks, two servers each
+    for sent in sends:
         assert machine.is_read(buffer) and buffer not in machine.free
-        machine.handle(messages.BufferFree(say.message.ticket))
+        machine.handle(messages.BufferFree(sent.message.ticket))
     assert not machine.is_read(buffer) and machine.free[-1] == buffer
 
 
 @pytest.mark.parametrize(
-    ("staleness", "asked"),
+    ("staleness", "versions"),
     [
         (0, [0, 1, 2, 2]),
         (1, [0, 0, 1, 2]),
@@ -414,7 +417,7 @@ def test_a_buffer_is_free_once_every_server_has_read_all_of_it():
         (3, [-3, -2, -1, -1]),
     ],
 )
-def test_which_version_a_step_asks_for(staleness, asked):  # Rule 1
+def test_a_step_requests_the_version_of_its_staleness(staleness, versions):  # Rule 1
     """Updates in the first two steps, none in the third."""
     machine, found = a_machine(staleness=staleness), []
     for step in range(1, 5):
@@ -430,11 +433,11 @@ def test_which_version_a_step_asks_for(staleness, asked):  # Rule 1
             machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
             machine.end_update(1)
         machine.end_step(step)
-    assert found == asked
+    assert found == versions
 
 
-def test_what_a_gradient_may_become():
-    """A gradient is said to be whole once, and is not taken once its update has begun."""
+def test_states_of_a_gradient():
+    """A gradient is closed once and is refused after its update has begun."""
     machine = a_machine(workers=2)
     machine.grad_ready(1, [1])
     assert machine.is_open(1) and machine.blocks[1].held
@@ -445,7 +448,7 @@ def test_what_a_gradient_may_become():
     assert list(update.message.scales) == [0.5], "the mean of two workers"
     assert not machine.is_open(1) and machine.blocks[1].updated
     [update, *_] = machine.begin_update(2, 1, {0: ()}, lambda param: 1.0)
-    assert list(update.message.scales) == [None], "this worker has no gradient of it"
+    assert list(update.message.scales) == [None], "this worker has no gradient for it"
     with pytest.raises(LoopError, match="after its update had begun"):
         machine.grad_ready(1, [1])
     with pytest.raises(AssertionError):
@@ -454,7 +457,7 @@ def test_what_a_gradient_may_become():
         machine.drop_grad(1)
 
 
-def test_nothing_is_said_of_gradients_on_their_way():
+def test_no_message_is_sent_while_a_gradient_is_being_copied():
     machine = a_machine()
     machine.copying += 1
     assert not machine.may_send()
@@ -462,8 +465,8 @@ def test_nothing_is_said_of_gradients_on_their_way():
     assert machine.may_send()
 
 
-def test_residuals_are_of_one_worker():
-    """Their sums are not the mean's, and come of the push itself."""
+def test_residuals_belong_to_a_single_worker():
+    """Their sums are not those of the mean, and come from the push itself."""
     machine = a_machine(workers=4, residual_block={1: 2})
     machine.grad_ready(2, [2])
     assert not machine.is_open(2) and machine.is_open(1)
@@ -472,22 +475,22 @@ def test_residuals_are_of_one_worker():
     assert [list(say.message.scales) for say in updates] == [[1.0], [1.0]]
 
 
-def test_what_never_changes_is_asked_for_as_it_is():  # Rule 1
-    """A session goes on with staleness 1: of the last step's updates, the frozen chunk had none."""
+def test_a_frozen_chunk_is_requested_at_version_0():  # Rule 1
+    """A session resumes with staleness 1: the last step did not update the frozen chunk."""
     machine = a_machine(staleness=1, committed=5)
     [pulls] = machine.fetch_into(3, "here")
-    asked = {pull.chunk.trainable: pull.version for pull in pulls.pulls}
-    assert asked == {True: -1, False: 0}
+    requested = {pull.chunk.trainable: pull.version for pull in pulls.pulls}
+    assert requested == {True: -1, False: 0}
 
 
-def test_a_gradient_with_memory_of_its_own_takes_none_of_the_pool():
-    """The root block's, or one that is pushed once more, is always kept where it lies."""
+def test_a_gradient_with_its_own_memory_takes_none_of_the_pool():
+    """The root block's gradient, and a gradient pushed again, always stay in their own memory."""
     machine = a_machine(buffers=3)
     chunk = machine.table.blocks[1].chunks[0]
 
     def pushed(buffer, fresh):
-        [say] = machine.send_dense(buffer, [(chunk, None, "")], fresh, {}, False)
-        return say.message.keep
+        [sent] = machine.send_dense(buffer, [(chunk, None, "")], fresh, {}, False)
+        return sent.message.keep
 
     assert pushed(ROOT_GRAD, True) and not machine.kept
     for fresh, kept in ((False, 0), (True, 1)):
@@ -499,7 +502,7 @@ def test_a_gradient_with_memory_of_its_own_takes_none_of_the_pool():
 
 
 def test_a_dropped_gradient_leaves_nothing():
-    """Neither its sums nor its parameters count for the next one."""
+    """Neither its sums nor its parameters count for the next gradient."""
     machine = a_machine()
     machine.grad_ready(1, [1])
     [chunk] = [chunk.id for chunk in machine.table.blocks[1].chunks]
@@ -513,7 +516,7 @@ def test_a_dropped_gradient_leaves_nothing():
 
 @pytest.mark.parametrize(("staleness", "versions"), [(0, [1, 1, 1]), (1, [1, 2, 2])])
 def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
-    """An update in the first step alone; with staleness 1 it is seen a step later."""
+    """Only the first step updates; with staleness 1 the update is visible a step later."""
     machine, found = a_machine(staleness=staleness), []
     for step in (1, 2, 3):
         if step == 1:
@@ -528,7 +531,7 @@ def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
     assert found == versions
 
 
-def test_a_slot_says_which_version_is_in_it():
+def test_a_slot_records_the_version_it_holds():
     machine = a_machine()
     machine.reset(3)
     machine.fetch_block(1)
@@ -537,7 +540,7 @@ def test_a_slot_says_which_version_is_in_it():
 
 
 def arrive(machine, actions):
-    """All pulls come, and those that they make room for."""
+    """Complete all pulls, including those started by completed ones."""
     for action in actions:
         if isinstance(action, w.StartPulls):
             for pull in action.pulls:
@@ -545,8 +548,9 @@ def arrive(machine, actions):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_to_begin_again_is_to_begin_there(staleness):
-    """After two steps all are sent back: what is asked for is what a new session asks for."""
+def test_a_reset_machine_requests_the_versions_of_a_new_session(staleness):
+    """After two steps the machine is reset; its pulls equal those of a machine that starts
+    there."""
     machine = a_machine(staleness=staleness)
     for step in (1, 2):
         machine.grad_ready(1, [1])
@@ -573,7 +577,7 @@ def test_to_begin_again_is_to_begin_there(staleness):
 
 
 def test_the_end_of_a_step_opens_every_gradient_again():
-    """What is held stays held; nothing is closed or updated; sums that are whole are let go."""
+    """Held gradients stay held, none is closed or updated, and complete sums are released."""
     ends = {
         GradPhase.EMPTY: GradPhase.EMPTY,
         GradPhase.HELD: GradPhase.HELD,
@@ -590,7 +594,7 @@ def test_the_end_of_a_step_opens_every_gradient_again():
         assert state.phase is after
 
 
-def test_other_contents_are_fetched_anew():
+def test_changed_contents_are_fetched_again():
     machine = a_machine()
     for pulls in machine.fetch_block(1):
         for pull in pulls.pulls:

@@ -1,6 +1,6 @@
 """simulator/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates
-give scaled times, and hosts with eight fast SSDs come to a step (their weights are shares of a
-second a byte, some 1e-12)."""
+give scaled times, and hosts with eight fast SSDs finish a step (their weights are about 1e-12
+seconds per byte)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WIDE = st.builds(lambda a, e: a * 10.0**e, st.floats(1, 9.99), st.integers(-15, 
 
 @st.composite
 def sharing(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
-    """Tasks that share resources, with capacities, weights and rates anywhere between 1e-15 and
+    """Draw tasks that share resources, with capacities, weights and rates between 1e-15 and
     1e16."""
     resources = [Resource(f"r{i}", draw(WIDE)) for i in range(draw(st.integers(1, 4)))]
     tasks = []
     for number in range(draw(st.integers(1, 6))):
-        # one may come twice
+        # a resource may occur twice
         chosen = draw(st.lists(st.sampled_from(resources), min_size=1, max_size=4))
         task = Task("Push", 1.0, [(resource, draw(WIDE)) for resource in chosen], number)
         task.max_rate = draw(st.one_of(st.just(float("inf")), WIDE))
@@ -39,19 +39,19 @@ def sharing(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
 
 
 def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Fraction]:
-    """Progressive filling in fractions: the oracle."""
+    """Reference: progressive filling in exact fractions."""
     rates: dict[Task, Fraction] = {}
     left = {resource: Fraction(resource.capacity) for resource in resources}
     growing = [*tasks]
     while growing:
-        taken = {
+        used = {
             r: sum((Fraction(w) for t in growing for own, w in t.uses if own is r), Fraction())
             for r in resources
         }
-        levels = [left[r] / taken[r] for r in resources if taken[r]]
+        levels = [left[r] / used[r] for r in resources if used[r]]
         levels += [Fraction(task.max_rate) for task in growing if task.max_rate < float("inf")]
         level = min(levels)
-        full = {r for r in resources if taken[r] and left[r] / taken[r] == level}
+        full = {r for r in resources if used[r] and left[r] / used[r] == level}
         stay = [t for t in growing if t.max_rate == level or any(r in full for r, _ in t.uses)]
         for task in stay:
             rates[task] = level
@@ -64,26 +64,26 @@ def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Frac
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(sharing())
-def test_sharing_is_max_min_at_any_scale(given_: tuple[list[Resource], list[Task]]) -> None:
-    """Each resource gives what it has and no more; each task has its max-min rate, but for what
-    rounding leaves of a capacity that others take (a share of 1e-11 of it)."""
-    resources, tasks = given_
-    found, wanted = fair_rates(tasks, resources), exact_rates(tasks, resources)
+def test_sharing_is_max_min_at_any_scale(case: tuple[list[Resource], list[Task]]) -> None:
+    """No resource exceeds its capacity, and each task has its max-min rate up to rounding (1e-11 of
+    the capacity)."""
+    resources, tasks = case
+    found, expected = fair_rates(tasks, resources), exact_rates(tasks, resources)
     assert set(found) == set(tasks)
     for resource in resources:
-        taken = sum(
+        used = sum(
             found[task] * weight for task in tasks for own, weight in task.uses if own is resource
         )
-        assert taken <= resource.capacity * (1 + 1e-9)
+        assert used <= resource.capacity * (1 + 1e-9)
     for task in tasks:
         slack = max(1e-11 * resource.capacity / weight for resource, weight in task.uses)
-        assert found[task] == pytest.approx(float(wanted[task]), rel=1e-9, abs=slack)
+        assert found[task] == pytest.approx(float(expected[task]), rel=1e-9, abs=slack)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(WIDE, WIDE), min_size=1, max_size=8), WIDE)
 def test_every_task_ends_at_any_scale(tasks: list[tuple[float, float]], capacity: float) -> None:
-    """A resource is busy until all is done: the end is all work over its capacity."""
+    """A resource is busy until all tasks are done: the end is the total work over its capacity."""
     engine = Engine()
     link = engine.resource("link", capacity)
     for work, weight in tasks:
@@ -95,7 +95,7 @@ def test_every_task_ends_at_any_scale(tasks: list[tuple[float, float]], capacity
     engine.check()
 
 
-def test_what_has_no_limit_limits_nothing() -> None:
+def test_a_resource_without_a_limit_limits_nothing() -> None:
     engine = Engine()
     wide, link = (
         engine.resource("a way without a limit", float("inf")),
@@ -108,7 +108,8 @@ def test_what_has_no_limit_limits_nothing() -> None:
 
 
 def cluster(scale: float, hosts: int = 2) -> Cluster:
-    """Two hosts and a spare one, all rates times `scale`, all latencies over it."""
+    """Two hosts and a spare host, with all rates multiplied and all latencies divided by
+    `scale`."""
 
     def rate(gigabytes: float) -> str:
         return f"{gigabytes * 1e9 * scale:.12f}B/s"
@@ -150,11 +151,11 @@ def lump(params: float) -> ModelShape:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("power", [-30, 14])  # of two: 1 B/s to 100 TB/s and more
-def test_rates_times_k_are_seconds_over_k(
+@pytest.mark.parametrize("power", [-30, 14])  # powers of two: from 1 B/s to beyond 100 TB/s
+def test_rates_times_k_give_seconds_over_k(
     name: str, power: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats of the fan-in and launches of blocks go by the clock, so the clock is scaled too."""
+    """Heartbeats of the fan-in and launches of blocks depend on the clock, so it is scaled too."""
     plan = Plan(placement(name), Parallelism(dp=2), 1, 2, memory=PlanMemory(buffers=8))
     of = Constants(efficiency=0.5, network=1.0)
     seconds, beat_s, launch_s = [], site.BEAT_S, compute.LAUNCH_S
@@ -168,7 +169,7 @@ def test_rates_times_k_are_seconds_over_k(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [8, 1e5, 1e9, 1e12, 1e15])
-def test_models_of_any_size_come_to_a_step(params: float) -> None:
+def test_models_of_any_size_finish_a_step(params: float) -> None:
     for name in PLACEMENTS:
         plan = Plan(
             placement(name), Parallelism(dp=2), update_at="gradient", memory=PlanMemory(buffers=8)

@@ -1,5 +1,5 @@
-"""sim/: plans on the virtual clock against closed forms, the state machines' order, memory, energy,
-and what cannot be."""
+"""Simulated plans against closed forms, the state machines' order, memory, energy and refused
+plans."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from tests.support.plans import RATE, WHOLE, cluster, lump, run, traffic
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_traffic_is_the_closed_form(n: int) -> None:
-    """docs/design.md, where the time should go. S: 16-bit parameters, and gradients of as
-    many bytes."""
+    """The bounds in docs/design.md. S: bytes of 16-bit parameters, equal to the bytes of
+    gradients."""
     model, s = lump(1e9), 2e9
     assert traffic(run("ddp", cluster(n), model), "out") == pytest.approx(2 * (n - 1) / n * s)
     assert traffic(run("zero3", cluster(n), model, slots=2), "out") == pytest.approx(
@@ -63,9 +63,9 @@ def test_traffic_is_the_closed_form(n: int) -> None:
     assert plain.bytes["server in"] == pytest.approx(n * s)
 
 
-def test_a_step_costs_the_slowest_part_not_the_sum() -> None:
-    """Computing hides what is sent meanwhile: but for the first and last block a step takes the
-    longer of both."""
+def test_a_step_takes_the_slowest_part_not_the_sum() -> None:
+    """Computing hides traffic: except for the first and last block a step takes the longer of
+    both."""
     s = 2e9
     comm = 1.5 * s / RATE
     for flops, floor in ((1e11, comm), (8e13, 3 * 8e13 / 50e12)):
@@ -74,8 +74,8 @@ def test_a_step_costs_the_slowest_part_not_the_sum() -> None:
 
 
 def test_ssds_or_devices_bound_a_step() -> None:
-    """Sun et al. (LuWu), Figure 15: with few SSDs the step is theirs, whatever the batch; with
-    many it is the devices'."""
+    """Sun et al. (LuWu), Figure 15: few SSDs bound the step whatever the batch; with many SSDs the
+    devices do."""
     where = cluster(4, 1, sums=True)
     few = [
         run(
@@ -105,7 +105,7 @@ def test_ssds_or_devices_bound_a_step() -> None:
     assert many.busy["stage 0 device"] > 0.95
 
 
-def test_near_storage_moves_what_is_printed() -> None:
+def test_near_storage_traffic_equals_the_published_table() -> None:
     """Jang et al. (Smart-Infinity), Table I, in units of 16-bit parameters."""
     model = lump(1e9)
     base = Plan(
@@ -123,14 +123,14 @@ def test_near_storage_moves_what_is_printed() -> None:
 
 
 def test_buffers_let_reads_and_writes_overlap() -> None:
-    """Its transfer handler: the same bytes in less time."""
+    """Smart-Infinity's transfer handler: the same bytes in less time."""
     plan = Plan(placement("near-storage"), memory=PlanMemory(buffers=1))
-    one, more = (simulate(plan.changed(buffers=n), cluster(1), lump(2e9), WHOLE) for n in (1, 4))
-    assert more.seconds < 0.75 * one.seconds and more.bytes == pytest.approx(one.bytes)
+    single, more = (simulate(plan.changed(buffers=n), cluster(1), lump(2e9), WHOLE) for n in (1, 4))
+    assert more.seconds < 0.75 * single.seconds and more.bytes == pytest.approx(single.bytes)
 
 
 def test_reads_and_writes_in_the_order_of_arrival_need_two_buffers_only() -> None:
-    """Where they share the rate instead, both buffers are read, then both written."""
+    """If they share the rate instead, both buffers are read and then both are written."""
     plan = Plan(placement("files"), update_at="gradient", memory=PlanMemory(buffers=2))
     ssd = {"read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB"}
     shared, ordered = (
@@ -141,8 +141,8 @@ def test_reads_and_writes_in_the_order_of_arrival_need_two_buffers_only() -> Non
 
 
 def test_the_next_forward_begins_while_gradients_travel() -> None:
-    """A server's links are full both ways: a step with all blocks kept is its parameters' bytes
-    once, not twice."""
+    """A server's links are busy in both directions: a step with all blocks kept takes the time of
+    the parameters' bytes once, not twice."""
     model, s = lump(1e9, 1e10, blocks=16), 2e9
     plan, where = {"slots": 16, "update_at": "gradient"}, cluster(1, 1)
     where = where.model_copy(
@@ -158,7 +158,7 @@ def test_the_next_forward_begins_while_gradients_travel() -> None:
 def note_calls(
     monkeypatch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[..., None]
 ) -> None:
-    """From now on each call of a method is told `note` before, with its object and arguments."""
+    """Patch a method so that `note` is called before it, with its object and arguments."""
     method = getattr(kind, name)
 
     def noted(*args: Any) -> Any:
@@ -169,8 +169,8 @@ def note_calls(
 
 
 def logged_actions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
-    """(step, what, block or chunk): what the worker of the only simulated stage runs and what its
-    server's state machine says, in order."""
+    """Record (step, action, block or chunk) in order: what the worker of the only simulated stage
+    runs and what its server's state machine decides."""
     log: list[tuple[int, str, int]] = []
     begun = 0  # steps
 
@@ -197,9 +197,11 @@ def logged_actions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
-def test_updates_are_in_the_order_asked_for(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SSDs are the limit, so updates wait: for the last layers first, as their gradients came,
-    or for the first."""
+def test_updates_run_in_the_configured_order(
+    in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SSDs are the bottleneck, so updates queue: in order of arrival (last layers first) or in the
+    order of the next forward."""
     plan = Plan(
         placement("optimizer-node"),
         Parallelism(dp=4),
@@ -212,12 +214,12 @@ def test_updates_are_in_the_order_asked_for(in_turn: bool, monkeypatch: pytest.M
     simulate(plan, cluster(4, 1, sums=True), lump(8e9), WHOLE, checked=False, traced=True)
     seen = [chunk for _, what, chunk in log if what == "Update"]
     assert len(seen) >= 32
-    blocks = [chunk // 4 for chunk in seen[:32]]  # of the first step: 8 blocks of 4 chunks
+    blocks = [chunk // 4 for chunk in seen[:32]]  # the first step: 8 blocks of 4 chunks
     assert (blocks == sorted(blocks, reverse=True)) == in_turn
 
 
-def test_all_collectives_keep_devices_waiting() -> None:
-    """Gathers of parameters too, not gradients alone; a network of its own cards does not."""
+def test_all_collectives_block_the_device() -> None:
+    """Including gathers of parameters; a network with cards of its own does not block."""
     taxed = Constants(efficiency=0.5, network=1.0, tax=0.3)
     for name, more in (("zero3", {"slots": 2}), ("ddp", {}), ("smartnic", {"slots": 2, "kept": 8})):
         plan = Plan(placement(name), Parallelism(dp=4)).changed(**more)
@@ -227,7 +229,7 @@ def test_all_collectives_keep_devices_waiting() -> None:
         assert waited == pytest.approx(0.0 if name == "smartnic" else 0.3 * moved, rel=0.05)
 
 
-def test_embeddings_take_no_slot_and_travel_once() -> None:
+def test_embeddings_take_no_slot_and_are_sent_once() -> None:
     model = lump(1e9, 1e10, blocks=4)
     ends = (
         BlockShape("embedding", 10**9, 0.0, 0.0, 0.0),
@@ -241,12 +243,12 @@ def test_embeddings_take_no_slot_and_travel_once() -> None:
     assert streamed.bytes["server out"] == pytest.approx(2 * 3e9 + 3 * 0.5e9 + 2e9)
 
 
-def test_servers_share_what_they_serve() -> None:
-    one, two = (
+def test_servers_share_the_load() -> None:
+    single, double = (
         run("server", cluster(2, n), lump(1e9, 1e10), slots=8, update_at="gradient") for n in (1, 2)
     )
-    assert two.seconds < 0.6 * one.seconds and two.bytes["server out"] == pytest.approx(
-        one.bytes["server out"]
+    assert double.seconds < 0.6 * single.seconds and double.bytes["server out"] == pytest.approx(
+        single.bytes["server out"]
     )
 
 
@@ -268,8 +270,8 @@ def test_a_late_update_hides_behind_the_step() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 8, 16])
-def test_a_pipeline_has_its_bubble(num_microbatches: int) -> None:
-    """(p - 1) / m of the time, for stages alike."""
+def test_a_pipeline_bubble_has_its_closed_form(num_microbatches: int) -> None:
+    """(p - 1) / m of the time for equal stages."""
     device = {"flops": "100TFLOP/s", "memory": "1TB", "memory_rate": "1000000GB/s"}
     host = {"name": "a", "devices": 4, "memory": "1TB", "fabric": "100000GB/s", "device": device}
     where = make_cluster({"hosts": [host]})
@@ -282,9 +284,8 @@ def test_a_pipeline_has_its_bubble(num_microbatches: int) -> None:
 
 
 def test_rows_of_tables_go_all_to_all() -> None:
-    """DLRM: tables are spread over the devices; what is looked up crosses the network once in
-    forward and once, as gradients, in backward. Nothing of tables is summed, and a device keeps
-    its part."""
+    """DLRM: tables are spread over the devices; looked-up rows cross the network once in forward
+    and their gradients once in backward. Tables are not summed, and each device keeps its part."""
     model = shape("DLRM-Kaggle")
     tables = model.blocks[0]
     for n in (2, 8):
@@ -303,7 +304,7 @@ def test_rows_of_tables_go_all_to_all() -> None:
     assert part < 0.2 * whole
 
 
-def test_stages_of_a_model_without_one_width_exchange_the_next_blocks_input() -> None:
+def test_stages_exchange_the_input_of_the_next_block_if_blocks_have_no_common_width() -> None:
     model = shape("ResNet-50")
     plan = Plan(placement("ddp"), Parallelism(pp=2, stages=(8, 8)), micro_batch=4)
     result = simulate(plan, cluster(2), model, WHOLE, checked=False)
@@ -312,21 +313,21 @@ def test_stages_of_a_model_without_one_width_exchange_the_next_blocks_input() ->
     assert result.bytes["between 1 back"] == result.bytes["between 1 forth"] > 0
 
 
-def test_a_block_takes_what_its_bytes_take_to_cross_the_memory() -> None:
+def test_a_memory_bound_block_takes_its_bytes_over_the_bandwidth() -> None:
     device = Device(flops="100TFLOP/s", memory="1GB", memory_rate="1GB/s")
-    wide, one = BlockShape("layer.0", 10**6, 2e6, 3e6, 1e6), Plan(placement("ddp"))
-    assert WHOLE.forward_of(wide, one, device) == pytest.approx((2e6 + 3e6 + 1e6) / 1e9)
+    wide, plan = BlockShape("layer.0", 10**6, 2e6, 3e6, 1e6), Plan(placement("ddp"))
+    assert WHOLE.forward_of(wide, plan, device) == pytest.approx((2e6 + 3e6 + 1e6) / 1e9)
     rows = BlockShape("tables", 10**9, 0.0, 0.0, 0.0, 10**9, 5e6)
-    assert WHOLE.forward_of(rows, one.changed(micro_batch=2), device) == pytest.approx(1e7 / 1e9)
-    assert WHOLE.forward_of(BlockShape("layer.0", 1, 1.0, 0.0, 0.0), one, device) == LAUNCH_S
+    assert WHOLE.forward_of(rows, plan.changed(micro_batch=2), device) == pytest.approx(1e7 / 1e9)
+    assert WHOLE.forward_of(BlockShape("layer.0", 1, 1.0, 0.0, 0.0), plan, device) == LAUNCH_S
 
 
-def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
-    """Parameters on the device and state on the host are in one RAM, of all its processes."""
+def test_cpu_devices_share_the_memory_of_their_host() -> None:  # Rule 4
+    """Parameters on the device and state on the host share the RAM of all processes."""
     device = {"kind": "cpu", "flops": "1TFLOP/s", "memory": "16GB", "memory_rate": "20GB/s"}
     host = {"name": "box", "devices": 2, "device": device, "memory": "16GB"}
     model, plan = gpt(8, 2048, 16, vocab=32000, seq_len=128), Plan(placement("ddp"))
-    one, two = (
+    single, double = (
         Scene(
             plan.changed(parallelism=Parallelism(dp=n)),
             make_cluster({"hosts": [host]}),
@@ -336,20 +337,21 @@ def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
         for n in (1, 2)
     )
     [alone], [both] = (
-        [need for need in scene.needs if need.where.startswith("host box")] for scene in (one, two)
+        [need for need in scene.needs if need.where.startswith("host box")]
+        for scene in (single, double)
     )
     assert both.nbytes == pytest.approx(2 * alone.nbytes)
     assert alone.fits and not both.fits
-    assert all(need.fits for need in two.needs if need is not both)
+    assert all(need.fits for need in double.needs if need is not both)
     with pytest.raises(
         BudgetError, match=r"host box.* needs .* GiB, but 13.4 GiB is available"
     ) as caught:
-        simulate(two.plan, two.cluster, model, WHOLE)
+        simulate(double.plan, double.cluster, model, WHOLE)
     assert "GiB more there" in caught.value.hint
 
 
 def test_a_link_between_switches_is_the_limit() -> None:
-    """Two kinds of hosts that meet over a slow link: a ring is as slow as it."""
+    """Two kinds of hosts joined by a slow link: a ring is as slow as the link."""
 
     def host(name: str) -> dict[str, Any]:
         nic = {"kind": "roce", "rate": "10GB/s", "switch": name}
@@ -365,7 +367,7 @@ def test_a_link_between_switches_is_the_limit() -> None:
     assert run("ddp", where, lump(1e9)).seconds >= 2e9 / 1e9
 
 
-def test_a_server_behind_a_link_is_as_slow_as_it() -> None:
+def test_a_server_behind_a_link_is_as_slow_as_the_link() -> None:
     tree = cluster(2, 1).model_dump(mode="json", by_alias=True)
     for host, switch in zip(tree["hosts"], "xy"):
         host["nics"] = [{"kind": "roce", "rate": "10GB/s", "switch": switch}]
@@ -377,7 +379,7 @@ def test_a_server_behind_a_link_is_as_slow_as_it() -> None:
     assert run("server", make_cluster(tree), lump(1e9)).seconds >= 2 * 2e9 / 1e9
 
 
-def test_spare_hosts_that_cannot_be_reached_are_said() -> None:
+def test_unreachable_spare_hosts_are_reported() -> None:
     tree = cluster(2, 1).model_dump(mode="json", by_alias=True)
     tree["hosts"][1]["nics"] = [{"kind": "ethernet", "rate": "1GB/s"}]
     with pytest.raises(ConfigError, match="gpu, spare have no network in common"):
@@ -411,7 +413,7 @@ def test_uneven_stages_help_unequal_devices() -> None:
     assert uneven.seconds < 0.8 * even.seconds
 
 
-def test_every_placement_comes_to_a_steady_state() -> None:
+def test_every_placement_reaches_a_steady_state() -> None:
     where = cluster(4, 2, devices=2, sums=True)
     for name in PLACEMENTS:
         result = run(name, where, gpt(6, 1024, 8), activation_checkpointing=True)
@@ -424,9 +426,9 @@ def test_every_placement_comes_to_a_steady_state() -> None:
         )
 
 
-def test_the_order_is_the_deciders(monkeypatch: pytest.MonkeyPatch) -> None:  # Rule 7
-    """Two blocks on files, the second step: what the worker runs and what the server's state
-    machine says."""
+def test_the_order_is_that_of_the_state_machines(monkeypatch: pytest.MonkeyPatch) -> None:  # Rule 7
+    """Two blocks on files, second step: actions of the worker and of the server's state
+    machine."""
     log = logged_actions(monkeypatch)
     simulate(
         Plan(placement("files"), memory=PlanMemory(slots=2, buffers=2)),
@@ -450,7 +452,7 @@ def test_the_order_is_the_deciders(monkeypatch: pytest.MonkeyPatch) -> None:  # 
         "Backward 0",
         "Hold 0",
     ]
-    # released at the end of the first
+    # released at the end of the first step
     assert [what for at, what, _ in log if at == 1][-2:] == ["Read", "Read"]
 
 
@@ -469,7 +471,7 @@ def test_energy_and_cost_add_up() -> None:
     assert with_spares.price == pytest.approx((4 * 3.6 + 2 * 0.36) / 3600 * with_spares.seconds)
 
 
-def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
+def test_memory_is_counted_and_plans_that_do_not_fit_are_refused() -> None:  # Rule 4
     model, where = gpt(24, 8192, 64), cluster(4, 1)
     with pytest.raises(
         BudgetError, match=r"stage 0 device: the plan needs .* GiB, but 74.5 GiB is available"
@@ -492,7 +494,7 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "said"),
+    ("name", "where", "message"),
     [
         ("optimizer-node", cluster(2), "needs a host without devices"),
         ("parameter-server", cluster(2), "sums on hosts without devices"),
@@ -505,12 +507,14 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
         ("files", cluster(2, ssds=[]), "has no SSDs"),
     ],
 )
-def test_what_a_placement_lacks_is_said(name: str, where: Cluster, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_missing_hardware_of_a_placement_is_reported(
+    name: str, where: Cluster, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         run(name, where, lump(1e6))
 
 
-def test_plans_are_read_back() -> None:
+def test_plans_are_written_and_read_back() -> None:
     plan = Plan(
         placement("smartnic"),
         Parallelism(8, 2, 2, (5, 7)),
@@ -521,7 +525,7 @@ def test_plans_are_read_back() -> None:
         framework=Framework(precision="fp8"),
     )
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
-    for tree, said in (
+    for tree, message in (
         ({}, "`placement` is missing\nhint: one of ddp, zero1"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
         ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
@@ -539,20 +543,20 @@ def test_plans_are_read_back() -> None:
             "unknown key `memory.slot`.*\n.*`memory.slots`",
         ),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             make_plan(tree)
 
 
 @pytest.mark.parametrize(
     "wrong", ["x", -1, 0.5, True, [], {"dp": "q"}, {"stages": 5}, None, float("nan")]
 )
-def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
-    """It is read, or ConfigError says what is wrong."""
+def test_a_wrong_value_of_any_plan_key_is_a_config_error(wrong: Any) -> None:
+    """The plan is read, or ConfigError names the key."""
     parts = {name: part for part, names in PARTS.items() for name in names}
     for name in [*(own.name for own in fields(Plan)), *parts]:
         try:
-            given = {parts[name]: {name: wrong}} if name in parts else {name: wrong}
-            plan = make_plan({"placement": "ddp", **given})
+            table = {parts[name]: {name: wrong}} if name in parts else {name: wrong}
+            plan = make_plan({"placement": "ddp", **table})
         except ConfigError as error:
             assert name in str(error) or "placement" in str(error)
         else:
@@ -600,21 +604,23 @@ def transformer(**more: Any) -> ModelShape:
 
 
 def test_parts_shrink_the_bubble() -> None:
-    """Narayanan et al. (2021), section 2.2: of p stages with m micro-batches, (p - 1) / v of
-    one's time is idle."""
+    """Narayanan et al. (2021), section 2.2: with p stages and v virtual stages, (p - 1) / v of a
+    micro-batch's time is idle."""
     own = lump(8e6, 8e12)
-    one = 3 * 8e12 / 4 / 50e12
+    ideal = 3 * 8e12 / 4 / 50e12
     for parts in (1, 2):
         plan = Plan(placement("ddp"), Parallelism(pp=4, virtual_stages=parts), num_microbatches=8)
         result = simulate(plan, cluster(1, devices=4), own, WHOLE, checked=False)
-        assert result.seconds == pytest.approx(one * (8 + 3 / parts), rel=0.01)
+        assert result.seconds == pytest.approx(ideal * (8 + 3 / parts), rel=0.01)
 
 
 def test_context_ranks_split_a_sequence() -> None:
     """Compute and activations are halved; keys and values hide behind attention on a fast link,
     not on a slow one."""
     model = transformer()
-    one = simulate(Plan(placement("zero1"), Parallelism()), cluster(1), model, WHOLE, checked=False)
+    single = simulate(
+        Plan(placement("zero1"), Parallelism()), cluster(1), model, WHOLE, checked=False
+    )
     two = [
         simulate(
             Plan(placement("zero1"), Parallelism(cp=2)),
@@ -626,7 +632,7 @@ def test_context_ranks_split_a_sequence() -> None:
         for fabric in ("1000GB/s", "100MB/s")
     ]
     assert two[0].busy["stage 0 device"] * two[0].seconds == pytest.approx(
-        one.busy["stage 0 device"] * one.seconds / 2, rel=0.01
+        single.busy["stage 0 device"] * single.seconds / 2, rel=0.01
     )
     assert (
         two[1].busy["stage 0 device"] * two[1].seconds
@@ -638,7 +644,7 @@ def test_context_ranks_split_a_sequence() -> None:
     assert device_bytes(plans[1], model.blocks) == pytest.approx(10 * model.params)
 
 
-def test_experts_are_spread_and_tokens_go_to_them() -> None:
+def test_experts_are_spread_and_tokens_are_sent_to_them() -> None:
     model = transformer(experts=8, active=2)
     plan = Plan(placement("zero1"), Parallelism(dp=8, ep=8))
     experts = 8 * 8 * 3 * 1024 * 4096
@@ -654,8 +660,8 @@ def test_experts_are_spread_and_tokens_go_to_them() -> None:
     assert busy[1] - busy[0] == pytest.approx(moved * (1 / 10e9 - 1 / 100e9), rel=0.01)
 
 
-def test_tensor_ranks_of_two_hosts_use_their_cards() -> None:
-    """Megatron's two all-reduces a layer and pass, over the slower of both networks."""
+def test_tensor_ranks_on_two_hosts_use_their_cards() -> None:
+    """Megatron's two all-reduces per layer and pass, over the slower of both networks."""
     model = transformer()
     busy = []
     for hosts, devices in ((1, 4), (2, 2)):
@@ -671,7 +677,7 @@ def test_tensor_ranks_of_two_hosts_use_their_cards() -> None:
     assert busy[1] - busy[0] == pytest.approx(bytes_s * (1 / RATE - 1 / 100e9), rel=0.02)
 
 
-def test_precision_is_of_the_layers_products() -> None:
+def test_precision_changes_only_matrix_products() -> None:
     model = transformer()
     device = {
         "flops": "100TFLOP/s",
@@ -708,16 +714,16 @@ def test_precision_is_of_the_layers_products() -> None:
         Device.model_validate(device).peak("nvfp4")
 
 
-def test_selective_is_between_all_and_nothing() -> None:
+def test_selective_checkpointing_lies_between_all_and_none() -> None:
     model = transformer()
     seconds, saved = {}, {}
-    for name, given in (
+    for name, options in (
         ("none", {}),
         ("products", {"selective": "products"}),
         ("layers", {"selective": "layers"}),
         ("all", {"activation_checkpointing": True}),
     ):
-        plan = Plan(placement("ddp"), Parallelism()).changed(**given)
+        plan = Plan(placement("ddp"), Parallelism()).changed(**options)
         seconds[name] = simulate(plan, cluster(1), model, WHOLE, checked=False).seconds
         saved[name] = saved_bytes(plan, model.blocks)
     assert (
@@ -732,15 +738,15 @@ def test_selective_is_between_all_and_nothing() -> None:
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 4 else ()) for seed in range(12)]
 )
 def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
-    """All that a result says is the same as of every micro-batch."""
+    """The result equals a simulation of every micro-batch."""
     rng = Random(seed)
     where, model = cluster(rng.choice([2, 4]), 1), gpt(4, 1024, 16, vocab=32000, seq_len=512)
-    one = placement(
+    choice = placement(
         rng.choice(["zero1", "zero3", "zero-offload", "files", "smartnic", "server", "raid0"])
     )
-    pp = 1 if one.streamed else rng.choice([1, 2])
+    pp = 1 if choice.streamed else rng.choice([1, 2])
     plan = Plan(
-        one,
+        choice,
         Parallelism(dp=where.device_count // pp, pp=pp),
         rng.choice([1, 2]),
         rng.choice([24, 33, 40]),
@@ -749,9 +755,10 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
         memory=PlanMemory(slots=rng.choice([2, 3, 1000]), buffers=8, kept=rng.choice([0, 4])),
     )
     short = simulate(plan, where, model, WHOLE, checked=False)
-    # what is traced is simulated in full
+    # a traced run is simulated in full
     whole = simulate(plan, where, model, WHOLE, checked=False, traced=True)
-    assert short.tasks < whole.tasks / 2 or seed not in (4, 7, 9, 10)  # where all of it repeats
+    # every micro-batch repeats with these seeds
+    assert short.tasks < whole.tasks / 2 or seed not in (4, 7, 9, 10)
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
     assert short.bytes == pytest.approx(whole.bytes, rel=1e-6)
     assert short.busy == pytest.approx(whole.busy, rel=1e-5, abs=1e-9)
@@ -763,8 +770,8 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
 
 
 class Alone(Fabric):
-    """What one of several workers costs that are simulated apart; the server's work is spread
-    over them all."""
+    """Costs of one of several workers simulated separately; the server's work is spread over all of
+    them."""
 
     def __init__(self, whole: Fabric, cluster: Cluster, site: Site, workers: int) -> None:
         own, ranks = whole.group, whole.group.ranks
@@ -803,8 +810,8 @@ class Alone(Fabric):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_folded_equals_unfolded(seed: int) -> None:
-    """Workers that do the same are one with a multiplicity: a step takes as long as where each
-    is simulated, and the server carries the same bytes."""
+    """Identical workers are simulated as one with a multiplicity: the step time and the server's
+    bytes equal those of a simulation of each worker."""
     rng = Random(seed)
     n, model = rng.randint(2, 16), gpt(4, 512, 8, vocab=8000, seq_len=256)
     ssds = [
@@ -840,17 +847,17 @@ def test_folded_equals_unfolded(seed: int) -> None:
     folded = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     engine, scene = Engine(), Scene(plan, where, model, WHOLE)
     scene.build(engine)
-    (one,) = scene.stages
+    (stage,) = scene.stages
     reducers = [
         Site(engine, where.hosts[0], where.hosts[0].nics[0], WHOLE, "stage 0") for _ in range(n)
     ]
     scene.stages = [
         SimulatedStage(
             engine,
-            Alone(one.fabric, where, site, n),
-            [one.blocks],
+            Alone(stage.fabric, where, site, n),
+            [stage.blocks],
             0,
-            one.send,
+            stage.send,
         )
         for site in reducers
     ]

@@ -1,6 +1,7 @@
-"""simulator/: stages of unequal width, hosts of unequal speed, shared cards, a placement a stage,
-streamed virtual stages and optimizers whose parameters are gathered in the next forward, against
-closed forms and against the simulation of one worker for all."""
+"""Simulating each worker separately: stages of unequal width, hosts of unequal speed, shared cards,
+a placement per stage, streamed virtual stages, and optimizers whose parameters are gathered in the
+next forward. Checked against closed forms and the simulation in which a single worker stands for
+all."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def pipe(
     hidden: int = 1000,
     tokens: int = 1000,
 ) -> ModelShape:
-    """Blocks alike, with something that passes between them."""
+    """A model of equal blocks with activations between them."""
     own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 2.0 * hidden * tokens)
     return ModelShape("pipe", own.times(blocks), tokens, hidden)
 
@@ -42,9 +43,9 @@ def apart(plan: Plan, where: Cluster, model: ModelShape, of: Constants = WHOLE) 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_apart_is_as_one_for_all(seed: int) -> None:
-    """Where all hosts are alike and nothing shares a card, each replica takes as long as the one
-    that stands for all."""
+def test_separate_replicas_equal_the_shared_simulation(seed: int) -> None:
+    """With equal hosts and no shared card each replica takes as long as the worker that stands for
+    all."""
     rng = Random(seed)
     name = rng.choice(["ddp", "zero1", "files", "summation", "server", "zero-offload", "zero3"])
     n, pp = rng.choice([2, 4]), rng.choice([1, 2])
@@ -60,42 +61,42 @@ def test_apart_is_as_one_for_all(seed: int) -> None:
         memory=PlanMemory(slots=rng.choice([2, 1000])),
     )
     model = gpt(4, 512, 8, vocab=8000, seq_len=256)
-    one = simulate(plan, where, model, WHOLE, checked=False, traced=True)
+    shared = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     each = apart(plan, where, model)
-    # pieces of a block that two lanes send side by side end later than one after the other
-    assert each.seconds == pytest.approx(one.seconds, rel=0.03)
+    # pieces of a block sent on two lanes at once end later than pieces sent in sequence
+    assert each.seconds == pytest.approx(shared.seconds, rel=0.03)
     sent = [
         nbytes for what, nbytes in each.bytes.items() if what.startswith("gpu") and "out" in what
     ]
     if pp == 1:
-        assert sent[0] == pytest.approx(one.bytes["stage 0 out"], rel=1e-6)
+        assert sent[0] == pytest.approx(shared.bytes["stage 0 out"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [*PLACEMENTS])
-def test_ranks_that_share_a_host_share_what_it_sends(name: str) -> None:
-    """Hosts of two devices, each rank apart: a ring crosses a card once for both, and a host's
-    servers get one gradient of it, as where all are one."""
+def test_ranks_on_a_host_share_its_traffic(name: str) -> None:
+    """Hosts of two devices, each rank simulated separately: a ring crosses a card once for both,
+    and a server gets a single gradient per host, as in the shared simulation."""
     where = cluster(2, 1, devices=2, sums=True)
     plan = Plan(placement(name), Parallelism(dp=4), num_microbatches=2, overlap=False)
     model = lump(4e8, 1e12)
-    one = simulate(plan, where, model, WHOLE, checked=False, traced=True)
+    shared = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     each = apart(plan, where, model)
-    assert each.seconds == pytest.approx(one.seconds, rel=0.05)
+    assert each.seconds == pytest.approx(shared.seconds, rel=0.05)
     for way in ("out", "in"):
         sent = each.bytes[f"gpu 0 roce {way}"]
-        assert sent == pytest.approx(one.bytes[f"stage 0 {way}"]) and sent > 0
-        if "server in" in one.bytes:
-            assert each.bytes[f"server {way}"] == pytest.approx(one.bytes[f"server {way}"])
+        assert sent == pytest.approx(shared.bytes[f"stage 0 {way}"]) and sent > 0
+        if "server in" in shared.bytes:
+            assert each.bytes[f"server {way}"] == pytest.approx(shared.bytes[f"server {way}"])
 
 
 @pytest.mark.parametrize("name", ["server", "optimizer-node"])
-def test_a_server_gets_what_every_host_of_a_replica_sends(name: str) -> None:
-    """Also where a replica's context ranks are on several hosts."""
+def test_a_server_receives_the_gradients_of_every_host_of_a_replica(name: str) -> None:
+    """Including replicas whose context ranks are on several hosts."""
     where, plan = cluster(4, 1, sums=True), Plan(placement(name), Parallelism(dp=2, cp=2))
-    one = simulate(plan, where, lump(1e8), WHOLE, checked=False, traced=True)
+    shared = simulate(plan, where, lump(1e8), WHOLE, checked=False, traced=True)
     each = apart(plan, where, lump(1e8))
     for way in ("out", "in"):
-        assert each.bytes[f"server {way}"] == pytest.approx(one.bytes[f"server {way}"])
+        assert each.bytes[f"server {way}"] == pytest.approx(shared.bytes[f"server {way}"])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_server_gets_what_every_host_of_a_replica_sends(name: str) -> None:
 def test_unequal_widths_take_the_slowest_stage(
     widths: tuple[int, ...], num_microbatches: int
 ) -> None:
-    """Layers in proportion to widths: nobody waits but while the pipeline fills and drains."""
+    """With layers in proportion to widths a rank waits only while the pipeline fills and drains."""
     where = cluster(1, devices=sum(widths))
     blocks = 2 * sum(widths)
     model = pipe(blocks, 1e12 * blocks)
@@ -114,10 +115,10 @@ def test_unequal_widths_take_the_slowest_stage(
         Parallelism(pp=len(widths), widths=widths, stages=stages),
         num_microbatches=num_microbatches,
     )
-    one = 3 * 2e12 / 50e12  # a micro-batch a replica of one width's layers
+    ideal = 3 * 2e12 / 50e12  # seconds of a micro-batch at one replica
     result = simulate(plan, where, model, WHOLE, checked=False)
-    fill = one * (2 * sum(widths) - max(widths))
-    assert one * num_microbatches <= result.seconds <= one * num_microbatches + fill
+    fill = ideal * (2 * sum(widths) - max(widths))
+    assert ideal * num_microbatches <= result.seconds <= ideal * num_microbatches + fill
     assert plan.samples == num_microbatches
     busy = (
         result.busy[f"stage {number} replica {replica} device"]
@@ -128,8 +129,8 @@ def test_unequal_widths_take_the_slowest_stage(
 
 
 def test_a_slow_host_has_its_own_measured_seconds() -> None:
-    """A stage of two hosts, one of half the speed: it holds the other up; given its own share of
-    layers in a stage of its own it does not."""
+    """In a stage of two hosts one at half the speed delays the other; in a stage of its own with
+    fewer layers it does not."""
     model = pipe(12)
     kinds = [
         cluster(1).hosts[0].model_copy(update={"name": name, "nics": cluster(1).hosts[0].nics})
@@ -151,14 +152,14 @@ def test_a_slow_host_has_its_own_measured_seconds() -> None:
         )
 
 
-def test_a_backward_may_take_as_long_as_was_measured() -> None:
+def test_a_measured_backward_time_is_used() -> None:
     of = Constants(network=1.0, table={("layer", 1): 0.1}, backward=1.5)
     result = apart(Plan(placement("ddp")), cluster(1), pipe(4), of)
     assert result.seconds == pytest.approx(4 * 0.1 * 2.5, rel=1e-3)
 
 
-def test_processors_that_communicate_compute_less() -> None:
-    """Where they do both: each byte that leaves or enters takes its part of them."""
+def test_cpus_that_communicate_compute_less() -> None:
+    """Each byte that a CPU device sends or receives takes compute time."""
     kind = cluster(2).hosts[0].device.model_copy(update={"kind": "cpu"})  # type: ignore[union-attr]
     host = cluster(2).hosts[0].model_copy(update={"device": kind})
     where = cluster(2).model_copy(update={"hosts": (host,)})
@@ -167,14 +168,16 @@ def test_processors_that_communicate_compute_less() -> None:
         apart(plan, where, model, Constants(network=1.0, touch=touch)).seconds
         for touch in (0.0, 2e-10)
     )
-    # 2 GB leave and 2 GB enter, of which backward's time has nearly all
+    # 2 GB leave and 2 GB enter, nearly all of it during backward
     assert busy - free == pytest.approx(2 * 2e9 * 2e-10, rel=0.15)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 1), ("zero1", 2)])
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_processors_that_compute_update(name: str, ranks: int, one_by_one: bool) -> None:
-    """At the host's rate of updates, which all of its ranks share; not at a device's memory's."""
+def test_cpu_devices_update_at_the_rate_of_their_host(
+    name: str, ranks: int, one_by_one: bool
+) -> None:
+    """All ranks of the host share this rate, which is not that of a device's memory."""
     kind = cluster(1).hosts[0].device.model_copy(update={"kind": "cpu"})  # type: ignore[union-attr]
     update = {"device": kind, "devices": ranks, "updates": 28e9, "fabric": 1e12}
     host = cluster(1).hosts[0].model_copy(update=update)
@@ -184,8 +187,8 @@ def test_processors_that_compute_update(name: str, ranks: int, one_by_one: bool)
     assert result.seconds == pytest.approx(1.0, rel=0.05)
 
 
-def test_what_was_measured_is_of_one_device_and_of_so_many_samples() -> None:
-    """Ranks that share a layer take a part of it each; other samples take in proportion."""
+def test_measured_seconds_scale_with_ranks_and_samples() -> None:
+    """Tensor ranks divide the time of a layer; other sample counts scale it in proportion."""
     of, block = Constants(table={("layer", 4): 0.8}), pipe().blocks[0]
     device = cluster(1).hosts[0].device
     assert device is not None
@@ -195,7 +198,7 @@ def test_what_was_measured_is_of_one_device_and_of_so_many_samples() -> None:
 
 
 def two_networks(between: str, *, devices: int = 1, kind: str = "device") -> Cluster:
-    """Two hosts each in two clusters, every host with both cards."""
+    """Two clusters of two hosts, every host with both cards."""
     host = cluster(1, devices=devices).hosts[0]
     host = host.model_dump(mode="json", by_alias=True, exclude={"ssds"})
     host["device"]["kind"] = kind
@@ -211,8 +214,8 @@ def two_networks(between: str, *, devices: int = 1, kind: str = "device") -> Clu
 
 
 def test_each_group_has_the_fastest_network_that_its_members_share() -> None:
-    """Gradients inside the clusters, activations between them; bytes of every card are those of the
-    arithmetic."""
+    """Gradients travel inside the clusters, activations between them, and each card carries the
+    computed bytes."""
     model, m = pipe(8, flops=1e11, params=8e6), 6
     plan = Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=m)
     plan = plan.changed(activation_bytes=4, gradient_bytes=4, parameter_bytes=4, gather="forward")
@@ -223,7 +226,7 @@ def test_each_group_has_the_fastest_network_that_its_members_share() -> None:
             for way in ("out", "in"):
                 assert result.bytes[f"{host} {number} {kind} {way}"] == pytest.approx(2 * gradients)
                 assert result.bytes[f"{host} {number} ethernet {way}"] == pytest.approx(m * 4e6)
-    # all over Ethernet: gradients and activations share its cards
+    # all traffic over Ethernet: gradients and activations share the cards
     slow = plan.changed(networks={"dp": "ethernet", "pp": "ethernet"})
     other = apart(slow, two_networks("100MB/s"), model)
     assert other.bytes["a 0 ethernet out"] == pytest.approx(2 * gradients + m * 4e6)
@@ -231,14 +234,14 @@ def test_each_group_has_the_fastest_network_that_its_members_share() -> None:
 
 
 def test_networks_that_no_group_has_are_refused() -> None:
-    """A word that means nothing would be passed over. # Rule 6"""
+    """Otherwise a misspelt network would be ignored (Rule 6)."""
     for networks in ({"data": "ethernet"}, {"dp": "ib"}):
         with pytest.raises(ConfigError, match="networks"):
             make_plan({"placement": "ddp", "networks": networks})
 
 
 def test_half_the_bytes_of_activations_take_half_the_time() -> None:
-    """Where a slow link between stages sets the pace."""
+    """A slow link between the stages is the bottleneck."""
     model = pipe(8, flops=1e9, params=8e3)
     plan = Plan(placement("ddp"), Parallelism(dp=2, pp=2), num_microbatches=32)
     fp32, bf16 = (
@@ -250,7 +253,7 @@ def test_half_the_bytes_of_activations_take_half_the_time() -> None:
 
 
 def test_two_switches_share_the_link_between_them() -> None:
-    """Both replicas' activations cross one link."""
+    """The activations of both replicas cross the same link."""
     hosts = [
         {
             **cluster(2).hosts[0].model_dump(mode="json", by_alias=True, exclude={"ssds"}),
@@ -271,11 +274,11 @@ def test_two_switches_share_the_link_between_them() -> None:
     assert result.seconds >= 32 * 2e6 / 20e6
 
 
-def test_an_optimizer_that_overlaps_hides_its_traffic() -> None:
-    """Gradients leave during the last backward, parameters come during the next forward: of both
-    only what is longer than the computing beside it is seen."""
+def test_an_overlapping_optimizer_hides_its_traffic() -> None:
+    """Gradients are sent during the last backward and parameters arrive during the next forward: a
+    step grows only by the time that exceeds the computing."""
     model = lump(1e9, 4e13, blocks=32)
-    each = 4e9 * 3 / 4 / RATE  # (d - 1) / d of fp32, a way
+    each = 4e9 * 3 / 4 / RATE  # (d - 1) / d of the fp32 bytes, in each direction
     compute = 3 * 4e13 / 50e12
     plan = {"gradient_bytes": 4, "parameter_bytes": 4}
     off = run("zero1", cluster(4), model, overlap=False, **plan)
@@ -299,11 +302,11 @@ def test_an_optimizer_that_overlaps_hides_its_traffic() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["zero1", "ddp"])
-def test_the_bytes_of_cards_are_those_of_the_arithmetic(
+def test_cards_carry_the_computed_bytes(
     name: str, widths: tuple[int, ...], devices: int, tp: int
 ) -> None:
-    """What the real run holds its counters against (benchmarks/crosscluster/link_bytes.py) is what the simulated
-    cards carry, also of hosts of several devices. # Rule 7"""
+    """Simulated cards carry the bytes with which a real run compares its counters
+    (benchmarks/crosscluster/link_bytes.py), including hosts of several devices (Rule 7)."""
     pp = len(widths)
     plan = Plan(
         placement(name),
@@ -326,7 +329,7 @@ def test_the_bytes_of_cards_are_those_of_the_arithmetic(
             planned = sum(
                 nbytes
                 for (*ranks, _), nbytes in links.items()
-                if len({hosts[rank // devices] for rank in ranks}) == 2  # it leaves its host
+                if len({hosts[rank // devices] for rank in ranks}) == 2  # traffic leaves the host
                 and hosts[ranks[end] // devices] == host
             )
             carried = sum(
@@ -339,9 +342,8 @@ def test_the_bytes_of_cards_are_those_of_the_arithmetic(
 
 @pytest.mark.parametrize("name", ["files", "server", "zero-offload", "zero3"])
 def test_virtual_stages_are_streamed(name: str) -> None:
-    """Each device fetches its own share of the model alone, in each pass of each micro-batch; the
-    blocks of a part are fetched once where micro-batches take turns on it and its slots are
-    enough."""
+    """Each device fetches its share of the model in each pass of each micro-batch; blocks of a part
+    are fetched once if the micro-batches run on it in turn and its slots suffice."""
     model, m, pp, parts = lump(8e8, 1e9, blocks=16), 4, 2, 2
     plan = Plan(
         placement(name),
@@ -354,7 +356,7 @@ def test_virtual_stages_are_streamed(name: str) -> None:
     whole = model.params / pp * plan.sizes.parameter_bytes
     for number in range(pp):
         fetched = result.bytes[f"stage {number} to device"]
-        # of 8 blocks 2 may be here still at each of the 2 m passes of each part
+        # 2 of 8 blocks may still be present at each of the 2 m passes of each part
         assert 2 * m * whole / 2 <= fetched <= 2 * m * whole if name != "zero3" else True
     enough = simulate(plan.changed(slots=8), where, model, WHOLE, checked=False)
     if name != "zero3":
@@ -364,8 +366,8 @@ def test_virtual_stages_are_streamed(name: str) -> None:
 
 
 def test_a_placement_for_each_stage() -> None:
-    """An optimizer node, plain data parallel, and files, in one plan: each stage's traffic is that
-    of its own placement."""
+    """An optimizer node, plain data parallelism and files in the same plan: the traffic of each
+    stage is that of its placement."""
     names = ("optimizer-node", "ddp", "files")
     where, model = cluster(4, 1, sums=True), pipe(12, params=1.2e8)
     plan = Plan(
@@ -396,7 +398,8 @@ def test_a_placement_for_each_stage() -> None:
 
 @pytest.mark.parametrize("name", [*PLACEMENTS])
 def test_every_placement_takes_unequal_widths(name: str) -> None:
-    """It comes to a steady state, no resource gives more than it has, and no bound is broken."""
+    """The run reaches a steady state, no resource exceeds its capacity, and no bound is
+    violated."""
     where = cluster(5, 2, sums=True)
     plan = Plan(
         placement(name),
@@ -416,17 +419,17 @@ def test_fewer_micro_batches_than_replicas_are_refused() -> None:
         simulate(plan, cluster(4), pipe(), WHOLE)
 
 
-def test_embeddings_that_two_stages_share_are_said_to_be_left_out() -> None:
-    """Their gradients would cross the network between the stages. # Rule 6"""
+def test_gradients_of_shared_embeddings_are_reported_as_left_out() -> None:
+    """They would cross the network between the stages (Rule 6)."""
     plan, where = Plan(placement("ddp"), Parallelism(pp=2)), cluster(2)
     for tied, stages in ((True, plan), (False, plan), (True, Plan(placement("ddp")))):
         model = Transformer(2, 512, 8, vocab=8000, seq_len=64, tied=tied).shape("tied or not")
         text = report(simulate(stages, where, model, WHOLE), where, model, WHOLE)
-        said = "the first and the last stage share: 15.6 MiB of gradients each way" in text
-        assert said == (tied and stages is plan)
+        reported = "the first and the last stage share: 15.6 MiB of gradients each way" in text
+        assert reported == (tied and stages is plan)
 
 
-def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
+def test_the_report_lists_each_replica_and_the_traffic_of_each_card() -> None:
     plan = Plan(
         placement("zero1"),
         Parallelism(pp=2, widths=(3, 1)),
@@ -439,8 +442,9 @@ def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
     assert "placement zero1, files, dp 3+1 x tp 1 x pp 2" in text
     assert "micro-batch 1 x 6 over all replicas" in text
     assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
-    assert "carried gpu 3 roce out: 11.4 MiB per step" in text  # gradients of 6 x 2 MB activations
-    told = as_json(result, where, model, WHOLE)
+    # gradients of 6 x 2 MB of activations
+    assert "carried gpu 3 roce out: 11.4 MiB per step" in text
+    tree = as_json(result, where, model, WHOLE)
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
-    assert told["plan"]["stage_placements"] == ("zero1", "files")
-    assert json.loads(json.dumps(told))["bytes"]["gpu 3 roce out"] == pytest.approx(12e6)
+    assert tree["plan"]["stage_placements"] == ("zero1", "files")
+    assert json.loads(json.dumps(tree))["bytes"]["gpu 3 roce out"] == pytest.approx(12e6)

@@ -1,5 +1,5 @@
-"""The simulated fan-in: what links carry, what bounds a step, and that the state machine of the real
-end drives it. # Rule 7"""
+"""The simulated fan-in: traffic of links, bounds of a step, and the use of the real end's state
+machine (Rule 7)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from roadtrain.switch.datagrams import MOST_NBYTES
 from roadtrain.switch.protocol.fan_in import ALONE_S, FanInStateMachine, Grant
 from tests.support.plans import WHOLE, lump, racks, traffic
 
-RATE = 1e9  # of every link
-N = 64 << 20  # parameters, in 8 blocks of one piece
+RATE = 1e9  # bytes/s of every link
+N = 64 << 20  # parameters, in 8 blocks of one chunk
 FRAME = packets.PACKET_NBYTES + 28 + 14
 
 
 def run(where: Cluster, *, flops: float = 0.0, apart: bool = False, **plan: Any) -> Result:
     dp = sum(host.count for host in where.workers)
-    given = Plan(placement("optimizer-node"), Parallelism(dp=dp)).changed(
+    node_plan = Plan(placement("optimizer-node"), Parallelism(dp=dp)).changed(
         **{"slots": 8, "update_at": "gradient", **plan}
     )
-    return simulate(given, where, lump(N, flops), WHOLE, checked=False, apart=apart)
+    return simulate(node_plan, where, lump(N, flops), WHOLE, checked=False, apart=apart)
 
 
 @pytest.mark.parametrize(("workers", "of_racks"), [(1, 1), (4, 1), (8, 1), (8, 2)])
-def test_packets_of_all_hosts_share_the_processors_of_a_lab(workers: int, of_racks: int) -> None:
-    """Each packet is handled by whoever sends or receives it; models compute beside it."""
+def test_packets_of_all_hosts_share_the_cores_of_a_lab(workers: int, of_racks: int) -> None:
+    """Senders and receivers handle their packets on the cores that also compute the models."""
     sizes = ModelSizes(layers=10, layer=1 << 20, forward_s=0.02, backward_s=0.06)
     costs = PacketSeconds(worker=20e-6, switch=7e-6, server=11e-6)
     updates = 6e9
@@ -60,8 +60,8 @@ def test_packets_of_all_hosts_share_the_processors_of_a_lab(workers: int, of_rac
     assert least * 0.99 <= found.seconds <= least * 1.1
 
 
-def test_a_host_with_processors_of_its_own_handles_so_many_packets() -> None:
-    """Its workers' packets do not slow the server's, nor the other way round."""
+def test_a_host_with_its_own_cores_has_its_own_packet_rate() -> None:
+    """Packets of the workers do not slow those of the server, nor vice versa."""
     where, rate = racks(4), 2e5
     count = N * (4 + 2) / packets.PAYLOAD_NBYTES
     for number, name in enumerate(("stage 0 packets", "server packets")):
@@ -73,19 +73,19 @@ def test_a_host_with_processors_of_its_own_handles_so_many_packets() -> None:
 
 
 def frames(nbytes: float) -> float:
-    """Bytes of whole frames for so many of data."""
+    """Bytes of whole frames that carry `nbytes` of data."""
     return ceil(nbytes / packets.PAYLOAD_NBYTES) * FRAME
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 @pytest.mark.parametrize(("wire", "width"), [("int32", 4), ("int16", 2), ("int8", 1)])
-def test_every_link_carries_all_once(workers: int, wire: str, width: int) -> None:
-    """Not W times: 16-bit parameters down with the greatest exponents, integers and exponents up."""
+def test_every_link_carries_each_byte_once(workers: int, wire: str, width: int) -> None:
+    """Not W times: 16-bit parameters and maximal exponents down, integers and exponents up."""
     chunk = N // 8
     exponents = 8 * frames(ceil(chunk / packets.BLOCK))
     up, down = 8 * frames(width * chunk) + exponents, 8 * frames(2 * chunk) + exponents
     result = run(racks(workers), wire=wire)
-    beats = 3e-3  # heartbeats come on top
+    beats = 3e-3  # share of heartbeats, which come on top
     for link, nbytes in (
         (traffic(result, "out"), up),
         (result.bytes["server in"], up),
@@ -97,15 +97,15 @@ def test_every_link_carries_all_once(workers: int, wire: str, width: int) -> Non
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_tree_carries_all_once_at_every_link(apart: bool) -> None:
-    """Racks of different sizes, of which none is the bottleneck: the step is that of one switch."""
-    result, one = (run(racks(*sizes), apart=apart) for sizes in ((2, 4), (6,)))
+def test_every_link_of_a_tree_carries_each_byte_once(apart: bool) -> None:
+    """With racks of different sizes and no bottleneck the step equals that of a single switch."""
+    result, single = (run(racks(*sizes), apart=apart) for sizes in ((2, 4), (6,)))
     for rack in ("rack0", "rack1"):
         up, down = result.bytes[f"{rack} to root link"], result.bytes[f"root to {rack} link"]
         assert up == pytest.approx(result.bytes["server in"], rel=1e-6)
         assert down == pytest.approx(result.bytes["server out"], rel=1e-6)
-    assert result.bytes["server in"] == pytest.approx(one.bytes["server in"])
-    assert result.seconds == pytest.approx(one.seconds, rel=0.01)
+    assert result.bytes["server in"] == pytest.approx(single.bytes["server in"])
+    assert result.seconds == pytest.approx(single.seconds, rel=0.01)
 
 
 def test_a_slow_link_of_the_tree_bounds_the_step() -> None:
@@ -115,7 +115,7 @@ def test_a_slow_link_of_the_tree_bounds_the_step() -> None:
 
 
 def test_a_switch_beside_the_network_sends_to_each_child() -> None:
-    """Unless the network copies: then its card carries sums alone."""
+    """Unless the network copies packets: then the switch's card carries only sums."""
     alone, copied = (
         run(racks(4, rate="100GB/s", multicasts=by_network)) for by_network in (False, True)
     )
@@ -126,8 +126,8 @@ def test_a_switch_beside_the_network_sends_to_each_child() -> None:
     assert copied.bytes["root out"] == pytest.approx(up, rel=0.01)
 
 
-def test_packets_that_a_switch_can_handle_bound_a_step() -> None:
-    """Of 4 children: 5 packets for each sum, 5 for each that is copied."""
+def test_the_packet_rate_of_a_switch_bounds_a_step() -> None:
+    """With 4 children the switch handles 5 packets per sum and 5 per copied packet."""
     count = N * (4 + 2) / packets.PAYLOAD_NBYTES * 5
     rate = 5e5
     result = run(racks(4, packet_rate=rate))
@@ -135,8 +135,8 @@ def test_packets_that_a_switch_can_handle_bound_a_step() -> None:
     assert result.busy["root packets"] > 0.9
 
 
-def test_a_window_bounds_what_is_under_way() -> None:
-    """A window travels there and its heartbeat back."""
+def test_a_window_bounds_the_packets_in_transit() -> None:
+    """A window travels to the receiver and its heartbeat back."""
     where = racks(2)
     hosts = tuple(
         host.model_copy(
@@ -151,8 +151,8 @@ def test_a_window_bounds_what_is_under_way() -> None:
     assert run(far, window=65536).seconds < result.seconds / 4
 
 
-def test_a_late_step_hides_what_travels() -> None:
-    """With staleness 1 gradients leave during the next step."""
+def test_a_late_step_hides_traffic() -> None:
+    """With staleness 1 gradients are sent during the next step."""
     exact, late = (run(racks(4), flops=4e12, staleness=late) for late in (0, 1))
     assert late.seconds < 0.8 * exact.seconds
     assert late.bytes["server in"] == pytest.approx(exact.bytes["server in"])
@@ -161,18 +161,18 @@ def test_a_late_step_hides_what_travels() -> None:
 @pytest.mark.parametrize("update_at", ["gradient", "step"])
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_workers_apart_take_as_long_as_one_for_all(
+def test_separate_workers_take_as_long_as_the_shared_worker(
     update_at: str, staleness: int, num_microbatches: int
 ) -> None:
     how = {"update_at": update_at, "staleness": staleness, "num_microbatches": num_microbatches}
-    one, each = (run(racks(3), flops=1e12, apart=apart, **how) for apart in (False, True))
-    assert each.seconds == pytest.approx(one.seconds, rel=0.03)
-    assert each.bytes["server in"] == pytest.approx(one.bytes["server in"], rel=1e-3)
+    shared, each = (run(racks(3), flops=1e12, apart=apart, **how) for apart in (False, True))
+    assert each.seconds == pytest.approx(shared.seconds, rel=0.03)
+    assert each.bytes["server in"] == pytest.approx(shared.bytes["server in"], rel=1e-3)
 
 
 def test_the_slowest_worker_is_waited_for() -> None:
-    """One of three computes ten times as long: all of its parameters still come at once with the
-    others', so what the node sends does not grow."""
+    """One of three workers computes ten times as long: its parameters still arrive in the same
+    broadcasts, so the node's traffic does not grow."""
     where = racks(2, 1)
     quick, slow = (HostTimes({("layer", 1): s}) for s in (0.001, 0.01))
     of = Constants(network=1.0, hosts={"workers 0": quick, "workers 1": slow})
@@ -183,9 +183,9 @@ def test_the_slowest_worker_is_waited_for() -> None:
     assert result.seconds >= 8 * 0.01 * 3
 
 
-def test_who_asks_alone_is_served_alone() -> None:
-    """Replicas of 3 and 2 micro-batches stream their blocks: the third pull of a block is one
-    worker's, answered over TCP once it has waited. # Rule 5"""
+def test_a_pull_of_a_single_worker_is_answered_alone() -> None:
+    """Replicas with 3 and 2 micro-batches stream their blocks: only one worker makes the third pull
+    of a block, which is answered over TCP after a wait (Rule 5)."""
     where = racks(3, 2)
     plan = Plan(
         placement("optimizer-node"), Parallelism(dp=2, pp=1, widths=(2,)), num_microbatches=5
@@ -194,8 +194,8 @@ def test_who_asks_alone_is_served_alone() -> None:
     assert result.seconds > ALONE_S
 
 
-def test_the_end_of_the_real_run_drives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it grants nothing, nothing is summed."""
+def test_the_real_state_machine_drives_the_simulated_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it grants nothing, nothing is summed."""
     handle = FanInStateMachine.handle
 
     def silent(self: FanInStateMachine, event: Any) -> list[Any]:
@@ -206,7 +206,7 @@ def test_the_end_of_the_real_run_drives_it(monkeypatch: pytest.MonkeyPatch) -> N
         run(racks(2))
 
 
-def test_packets_are_those_of_the_runtime() -> None:
+def test_packet_counts_equal_those_of_the_runtime() -> None:
     """# Rule 7"""
     plan = SwitchPackets()
     assert plan.payload == packets.PAYLOAD_NBYTES and plan.block == packets.BLOCK
@@ -229,15 +229,15 @@ def test_as_many_packets_as_in_the_real_run(elements: int, wire: str, width: int
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         (racks(2, sums=False), "no switch of cluster 'cluster' sums"),
         (racks(2, slots=100), "needs 2048 slots, but switch root has 100"),
         (racks(65), "switch root has 65 children, but may have 64"),
     ],
 )
-def test_what_switches_lack_is_said(where: Cluster, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_missing_properties_of_switches_are_reported(where: Cluster, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         run(where)
 
 
@@ -256,7 +256,7 @@ def test_a_host_outside_the_tree_is_named() -> None:
         run(where.model_copy(update={"switches": mute}))
 
 
-def test_the_root_without_a_server_is_the_nearest_to_all() -> None:
+def test_without_a_server_the_root_is_the_switch_nearest_to_all() -> None:
     where = racks(2, 2, 2)
     tree = switch_tree(where, where.workers)
     assert tree.root == "root" and tree.parents == {f"rack{i}": "root" for i in range(3)}
@@ -266,7 +266,7 @@ def test_the_root_without_a_server_is_the_nearest_to_all() -> None:
 
 @pytest.mark.parametrize(("workers", "of_racks"), [(4, 1), (8, 1), (8, 2)])
 def test_the_lab_is_predicted(workers: int, of_racks: int) -> None:
-    """Every link carries S each way, and nothing else bounds a step that computes nothing."""
+    """Every link carries S in each direction, the only bound of a step without computing."""
     sizes = ModelSizes(layers=10, layer=1 << 20)
     found = predict(workers, of_racks, 50e6, sizes=sizes)
     nbytes = 4 * sizes.elements

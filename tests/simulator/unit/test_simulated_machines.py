@@ -1,5 +1,5 @@
-"""What is simulated is what runs (Rule 7): which state machines of protocol/ drive a simulated step,
-and that each of them decides something of it."""
+"""The simulation runs the real state machines (Rule 7): which of protocol/ drive a simulated step,
+and that each of them affects it."""
 
 from __future__ import annotations
 
@@ -52,23 +52,26 @@ def test_which_state_machines_drive_a_placement(
     for machine, event in EVENTS:
         original = getattr(machine, event)
 
-        def heard(self: Any, *args: Any, original: Any = original, **words: Any) -> Any:
+        def recorded(self: Any, *args: Any, original: Any = original, **words: Any) -> Any:
             used.add(type(self).__name__)
             return original(self, *args, **words)
 
-        monkeypatch.setattr(machine, event, heard)
+        monkeypatch.setattr(machine, event, recorded)
     run(name, cluster(3, 1), lump(1e7, 1e9))
     assert used - {"Prefetcher"} == ALWAYS | more - {"Prefetcher"}
     assert more <= used
 
 
-def test_a_reducer_says_when_a_sum_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that waits for ever holds the step up; one that does not wait for all is noticed."""
+def test_the_reducer_machine_decides_when_a_sum_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reducer that waits for ever blocks the step; one that does not wait for all workers is
+    noticed."""
     original = ReducerStateMachine.arrived
     monkeypatch.setattr(ReducerStateMachine, "arrived", lambda self, worker, part: None)
     with pytest.raises(LoopError, match="is deadlocked"):
         run("summation", cluster(4, 1), lump(1e7, 1e9))
-    run("ddp", cluster(4, 1), lump(1e7, 1e9))  # a ring is a closed form: nobody is asked
+    run("ddp", cluster(4, 1), lump(1e7, 1e9))  # a ring is a closed form and uses no reducer
 
     def hasty(self: ReducerStateMachine, worker: int, part: Any) -> Any:
         self.workers = 2
@@ -79,8 +82,9 @@ def test_a_reducer_says_when_a_sum_is_there(monkeypatch: pytest.MonkeyPatch) -> 
         run("summation", cluster(4, 1), lump(1e7, 1e9))
 
 
-def test_membership_says_who_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare hosts that never get a word in sum nothing: the step is that of a cluster without."""
+def test_the_membership_machine_decides_who_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare hosts that are never admitted sum nothing: the step is that of a cluster without
+    them."""
     alone, helped = (run("summation", cluster(4, spares), lump(1e9)) for spares in (0, 2))
     assert helped.seconds < 0.9 * alone.seconds
     monkeypatch.setattr(MembershipStateMachine, "offered", lambda self, address, rate: [])
@@ -88,23 +92,23 @@ def test_membership_says_who_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (unheard.seconds, unheard.bytes) == (alone.seconds, alone.bytes)
 
 
-def test_a_spare_host_that_leaves_sums_no_more() -> None:
-    """In the middle of a run: later steps are those of a cluster with one spare host less."""
+def test_a_spare_host_that_leaves_stops_summing() -> None:
+    """A host leaves during a run: later steps are those of a cluster with one spare host fewer."""
     plan, model = Plan(placement("summation"), Parallelism(dp=4)), lump(1e9)
-    two, one = (run("summation", cluster(4, spares), model) for spares in (2, 1))
+    both, single = (run("summation", cluster(4, spares), model) for spares in (2, 1))
     engine, scene = Engine(), Scene(plan, cluster(4, 2), model, WHOLE)
     scene.build(engine)
     steps, sums = _Steps(scene), scene.stages[0].fabric.sums
     assert sums is not None
-    assert steps.steady(plan.num_microbatches)["seconds"] == pytest.approx(two.seconds, rel=1e-9)
+    assert steps.steady(plan.num_microbatches)["seconds"] == pytest.approx(both.seconds, rel=1e-9)
     sums.leave(4)
     sums.check()
-    assert steps.steady(plan.num_microbatches)["seconds"] == pytest.approx(one.seconds, rel=1e-9)
-    assert two.seconds < one.seconds
+    assert steps.steady(plan.num_microbatches)["seconds"] == pytest.approx(single.seconds, rel=1e-9)
+    assert both.seconds < single.seconds
 
 
 @pytest.mark.parametrize("name", ["files", "optimizer-node"])
-def test_a_step_on_files_waits_for_the_commit_of_the_one_before(
+def test_a_step_on_files_waits_for_the_commit_of_the_previous_step(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # Rule 3
     where = cluster(3, 1, sums=True)

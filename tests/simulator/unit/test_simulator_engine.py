@@ -1,5 +1,5 @@
-"""simulator/engine.py: sharing, lanes, order; a schedule computed by hand; folded workers take as
-long as all of them."""
+"""simulator/engine.py: sharing, lanes and order; a schedule computed by hand; folded workers take
+as long as separate ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 
 
 def test_ten_tasks_computed_by_hand() -> None:
-    """Two hosts compute 1 s a block and push 2 blocks of 30 B over one link of 10 B/s; a server
+    """Two hosts compute 1 s per block and push 2 blocks of 30 B over a link of 10 B/s; a server
     updates each in 2 s.
 
     0-1 both compute. 1-2 two pushes of 30 B share the link, 5 B/s each, while both compute again.
-    From 2 on four share it, 2.5 B/s each: the first two have 25 left and end at 12; the others have
-    5 left then, at 5 B/s, and end at 13. The updates of the first two follow each other: 12-14,
-    14-16.
+    From 2 on four share it, 2.5 B/s each: the first two have 25 B left and end at 12; the others
+    then have 5 B left, at 5 B/s, and end at 13. The updates of the first two run in sequence:
+    12-14, 14-16.
     """
     engine = Engine()
     link, cpu = engine.resource("link", 10), engine.lane("cpu")
@@ -42,9 +42,9 @@ def test_ten_tasks_computed_by_hand() -> None:
 def test_weights_and_rates() -> None:
     engine = Engine()
     link, disk = engine.resource("link", 10), engine.resource("disk", 4)
-    slow = engine.task("slow", Cost(20, [(link, 1)], max_rate=2))  # its own limit
+    slow = engine.task("slow", Cost(20, [(link, 1)], max_rate=2))  # limited by its own rate
     both = engine.task("both", Cost(20, [(link, 1), (disk, 1)]))  # the disk's
-    rest = engine.task("rest", Cost(20, [(link, 1)]))  # what is left of the link
+    rest = engine.task("rest", Cost(20, [(link, 1)]))  # gets the rest of the link
     engine.run()
     assert [task.end for task in (slow, both, rest)] == pytest.approx([10, 5, 5])
 
@@ -70,7 +70,7 @@ def test_a_lane_runs_by_priority_then_arrival() -> None:
     assert order == ["first", "second", "third", "fourth"] and lane.busy == 4
 
 
-def test_what_never_begins_is_said() -> None:  # Rule 5
+def test_tasks_that_never_begin_are_an_error() -> None:  # Rule 5
     engine = Engine()
     never = Task("never", 1, [], 99)
     engine.task("Update", Cost(1), after=[never], where="stage 0")
@@ -92,16 +92,16 @@ def crowds(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
 
 @given(crowds())
 def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
-    """Nothing is taken that is not there, and nobody could have more without taking from one
-    that has no more than it."""
+    """No resource exceeds its capacity, and no task could get more except from a task with no
+    higher rate."""
     resources, tasks = crowd
     rates = fair_rates(tasks, resources)
-    taken = {r: sum(rates[t] * w for t in tasks for u, w in t.uses if u is r) for r in resources}
-    assert all(taken[r] <= r.capacity * (1 + 1e-6) for r in resources)
+    used = {r: sum(rates[t] * w for t in tasks for u, w in t.uses if u is r) for r in resources}
+    assert all(used[r] <= r.capacity * (1 + 1e-6) for r in resources)
     for task in tasks:
         if rates[task] >= task.max_rate * (1 - 1e-6):
             continue
-        full = [r for r, _ in task.uses if taken[r] >= r.capacity * (1 - 1e-6)]
+        full = [r for r, _ in task.uses if used[r] >= r.capacity * (1 - 1e-6)]
         assert full, "it could run faster"
         assert any(
             all(
@@ -118,11 +118,11 @@ def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
     st.integers(2, 16),
     st.lists(st.tuples(st.floats(0.1, 3), st.floats(1, 50), st.booleans()), min_size=1, max_size=6),
 )
-def test_folded_workers_take_as_long_as_all(
+def test_folded_workers_take_as_long_as_separate_ones(
     workers: int, steps: list[tuple[float, float, bool]]
 ) -> None:
-    """n workers that do the same, each with a device and a card of its own, and one server: as
-    one whose transfers weigh n at the server."""
+    """n identical workers, each with its own device and card, and a server: equal to a single
+    worker whose transfers have weight n at the server."""
 
     def run(count: int, weight: float) -> float:
         engine = Engine()

@@ -472,7 +472,7 @@ def test_a_pipeline_whose_stages_rest_in_different_places(addresses, tmp_path):
     )
     assert pipeline_job.start(spec) == ["ended"] * 3
     found = pipeline_job.losses(spec.home)
-    model, optimizer = pipeline_job.made(dropout=0.0)
+    model, optimizer = pipeline_job.build_model(dropout=0.0)
     for step in range(steps):
         total = 0.0
         for number in range(pipeline_job.MICROS):

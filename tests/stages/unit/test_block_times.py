@@ -1,4 +1,4 @@
-"""stages/block_times.py: a segment's own speed, block by block, and what is as before."""
+"""stages/block_times.py: the speed of a segment, block by block; the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOMENT_S = 1e-6
 
 
 class Clock:
-    """In place of `time`: only sleeps take time."""
+    """Replaces `time`: only sleeps take time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -63,8 +63,8 @@ class Block(nn.Module):
 
 
 class Slow(nn.Module):
-    """Blocks that take 5 ms forward and 10 ms backward times their weight; a head of 10 ms, and an
-    embedding of a moment."""
+    """A model whose blocks take 5 ms forward and 10 ms backward times their weight, with a head of
+    10 ms and a short embedding."""
 
     def __init__(self, weights: tuple[float, ...]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ WEIGHTS = (1.0, 1.0, 3.0, 1.0)
 BATCH = MicroBatch((torch.ones(ROWS, 3),))
 
 
-def staged(*segments: Segment) -> tuple[StageModel, Cuts, dict[str, int]]:
+def stage_of(*segments: Segment) -> tuple[StageModel, Cuts, dict[str, int]]:
     model = Slow(WEIGHTS)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     cuts = Cuts(model, BATCH.args, {})
@@ -106,15 +106,15 @@ def loss(result: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         ([Segment(0, 1), Segment(2, 3)], [0, 2], 0.0),
     ],
 )
-def test_a_segments_speed(
+def test_the_speed_of_a_segment_is_measured_per_block(
     segments: list[Segment], blocks: list[int], after: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 ms forward and 10 ms backward a weight of 1, wherever the cuts are; the head is worth two
-    blocks. Stages without the embedding count its moment to their blocks."""
+    """5 ms forward and 10 ms backward per weight of 1, wherever the cuts are; the head counts as
+    two blocks. Stages without the embedding add its time to their blocks."""
     clock = Clock()
     monkeypatch.setattr(block_times, "time", clock)
     monkeypatch.setattr(sys.modules[__name__], "time", clock)
-    stage, _, _ = staged(*segments)
+    stage, _, _ = stage_of(*segments)
     found = measure_blocks(stage, BATCH, loss, WEIGHTS, least_s=0.2)
     before = MOMENT_S / 0.005 if segments[0].begin == 0 else 0.0
     assert found.forward_s == pytest.approx(0.005, rel=1e-3)
@@ -123,47 +123,47 @@ def test_a_segments_speed(
     assert sorted(found.activation_bytes) == blocks
 
 
-def test_all_is_as_before() -> None:
-    stage, _, _ = staged(Segment(0, 4))
+def test_timing_leaves_the_model_unchanged() -> None:
+    stage, _, _ = stage_of(Segment(0, 4))
     model, rng = stage.model, torch.get_rng_state()
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    heard: list[str] = []
+    called: list[str] = []
     for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+        p.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
     measure_blocks(stage, BATCH, loss, least_s=0.1)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters()) and not heard
+    assert all(p.grad is None for p in model.parameters()) and not called
     assert torch.equal(rng, torch.get_rng_state())
 
 
-def test_what_blocks_need() -> None:
-    """A block keeps its input, the linear's output, two statistics, the mask of its dropout and
-    what that is multiplied with, at most; parameters are counted to who has them."""
-    stage, cuts, sizes = staged(Segment(0, 4))
+def test_parameters_and_activations_of_blocks_are_counted() -> None:
+    """A block keeps at most its input, the output of its linear, two statistics, and the mask and
+    input of its dropout; parameters count for the block that owns them."""
+    stage, cuts, sizes = stage_of(Segment(0, 4))
     blocks, (before, after) = block_memories(
         cuts, sizes, [measure_blocks(stage, BATCH, loss, least_s=0.1)]
     )
-    assert [one.parameters for one in blocks] == [WIDTH * WIDTH + WIDTH + 2 * WIDTH] * 4
+    assert [block.parameters for block in blocks] == [WIDTH * WIDTH + WIDTH + 2 * WIDTH] * 4
     counts, ends = block_parameters(cuts, sizes)
     assert (counts, ends) == (tuple(b.parameters for b in blocks), (32, 18))
     assert block_weights(counts) == (1.0,) * 4 and block_weights((3, 1, 0)) == (2.25, 0.75, 0.01)
     assert before.parameters == 3 * WIDTH + WIDTH and after.parameters == 2 * WIDTH + 2
     state = ROWS * WIDTH * 4
-    assert all(2 * state <= one.activation_bytes <= 4 * state + 4 * WIDTH * 4 for one in blocks)
+    assert all(2 * state <= block.activation_bytes <= 4 * state + 4 * WIDTH * 4 for block in blocks)
     assert isinstance(before, BlockMemory) and after.activation_bytes > 0
 
 
-def test_blocks_that_were_not_timed_keep_what_the_others_keep() -> None:
-    stage, cuts, sizes = staged(Segment(2, 3))
+def test_untimed_blocks_get_the_activations_of_the_others() -> None:
+    stage, cuts, sizes = stage_of(Segment(2, 3))
     times = measure_blocks(stage, BATCH, loss, least_s=0.02)
     blocks, _ = block_memories(cuts, sizes, [times])
-    assert {one.activation_bytes for one in blocks} == {times.activation_bytes[2]}
+    assert {block.activation_bytes for block in blocks} == {times.activation_bytes[2]}
 
 
-def test_a_host_that_computes_in_bursts_is_not_fast() -> None:
-    """Every third block stalls for four blocks' time, as under a limit of CPU time: the mean says
-    so, a median would not."""
-    stage, _, _ = staged(Segment(0, 4))
+def test_a_host_that_computes_in_bursts_does_not_count_as_fast() -> None:
+    """Every third block stalls for the time of four blocks, as under a CPU limit: the mean includes
+    the stalls, a median would not."""
+    stage, _, _ = stage_of(Segment(0, 4))
     turns = iter(range(1 << 20))
 
     class Bursts(Block):

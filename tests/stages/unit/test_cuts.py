@@ -1,4 +1,5 @@
-"""Where models can be cut, what crosses a cut, and a stage that runs a model's own forward."""
+"""Places where models can be cut, values that cross a cut, and a stage that runs the model's
+forward."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ KINDS = {
     "gpt_neox": SMALL | ATTENTION,
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 50},
     "mamba": SMALL,
-    # the shapes inside of its blocks depend on the router's values
+    # shapes inside its blocks depend on the router's values
     "mixtral": SMALL | ATTENTION | {"num_key_value_heads": 2, "num_local_experts": 3},
 }
 
@@ -35,14 +36,15 @@ class Block(nn.Module):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.kind = kind  # which the model reads
+        self.kind = kind  # read by the model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x))
 
 
 class Chain(nn.Module):
-    """`skip`: block 3 sees what block 0 returned, too. `shared`: a scale that all blocks get."""
+    """A chain of blocks. skip: Pass the result of block 0 to block 3 as well. shared: Pass a common
+    scale to all blocks."""
 
     def __init__(self, skip: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Chain(nn.Module):
 
 
 def in_stages(model, cuts, stages, batch):
-    """The model's result by stages, each in a copy of the model."""
+    """Compute the model's result in stages, each in a copy of the model."""
     received = ()
     for segment in stages:
         own = StageModel(copy.deepcopy(model), cuts, [segment])
@@ -77,7 +79,7 @@ def in_stages(model, cuts, stages, batch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_of_hugging_face_models_give_the_models_result(kind: str) -> None:
+def test_stages_of_hugging_face_models_give_the_result_of_the_model(kind: str) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -89,7 +91,7 @@ def test_stages_of_hugging_face_models_give_the_models_result(kind: str) -> None
         assert torch.equal(got.logits, model(input_ids=x, use_cache=False).logits)
 
 
-def test_every_parameter_is_of_a_stage_and_tied_ones_of_two() -> None:
+def test_every_parameter_belongs_to_a_stage_and_tied_ones_to_two() -> None:
     config = transformers.AutoConfig.for_model("llama", **SMALL, **ATTENTION)
     config.tie_word_embeddings = True
     with torch.device("meta"):
@@ -105,7 +107,7 @@ def test_every_parameter_is_of_a_stage_and_tied_ones_of_two() -> None:
     assert three.shared_groups()[0].ranks == (0, 1, 2)
 
 
-def test_a_parameter_that_all_blocks_use_is_of_all_stages() -> None:
+def test_a_parameter_used_by_all_blocks_belongs_to_all_stages() -> None:
     cuts = Cuts(Chain(shared=True), (torch.zeros(2, 4),), {})
     layout = StageLayout.of(Parallelism(pp=3, stages=(1, 1, 2)), cuts)
     assert layout.stages_of("scale") == (0, 1, 2)
@@ -113,7 +115,7 @@ def test_a_parameter_that_all_blocks_use_is_of_all_stages() -> None:
 
 
 class WithoutGradient(Chain):
-    """Parameters and results of blocks that count, and no gradient comes to."""
+    """Parameters and block results that affect the loss but get no gradient."""
 
     def __init__(self, bypass: str = "") -> None:
         super().__init__()
@@ -134,8 +136,9 @@ class WithoutGradient(Chain):
         return self.head(x[:, self.order])
 
 
-def test_what_has_no_gradient_counts_too() -> None:  # Rule 6: not NaN, not the least integer
-    """Compared with, used as an index, not used at all."""
+def test_values_without_a_gradient_are_passed_on_too() -> None:
+    """Values used in a comparison, as an index, or not at all: never NaN or the least integer (Rule
+    6)."""
     torch.manual_seed(0)
     model, x = WithoutGradient(), torch.randn(3, 4)
     cuts = Cuts(model, (x,), {})
@@ -148,7 +151,7 @@ def test_what_has_no_gradient_counts_too() -> None:  # Rule 6: not NaN, not the 
     assert torch.equal(in_stages(model, cuts, layout.segments, MicroBatch((x,))), want)
 
 
-def test_what_bypasses_a_cut_without_a_gradient_is_refused() -> None:  # Rule 6
+def test_a_value_without_a_gradient_that_bypasses_a_cut_is_refused() -> None:  # Rule 6
     cuts = Cuts(WithoutGradient("mask"), (torch.zeros(2, 4),), {})
     with pytest.raises(ModelError, match=r"before blocks 3 to 3: .* results of 'blocks\.1'"):
         cuts.parameters(Segment(3, 4))
@@ -173,7 +176,7 @@ def test_the_recording_changes_nothing() -> None:
     before = {name: b.clone() for name, b in model.named_buffers()}
     Cuts(model, (torch.randn(3, 4),), {})
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
-    # also of a module that has two names
+    # even for a module with two names
     assert all(isinstance(p, nn.Parameter) and not p.is_meta for p in model.last.parameters())
     assert "forward" not in model.blocks[1].__dict__
 
@@ -195,7 +198,7 @@ def test_activation_checkpoints(reentrant: bool) -> None:
     stage_model = StageModel(own, cuts, [Segment(0, 2)])
     stage_model.attach()
     part = StagePart(stage_model, Segment(0, 2), None)
-    if reentrant:  # Rule 6: it would not have been trained
+    if reentrant:  # Rule 6: otherwise the layer would not be trained
         with pytest.raises(ModelError, match=r"result of block 'blocks\.1' has no gradient"):
             part.run_forward(0, MicroBatch((x,)))
         return
@@ -210,7 +213,7 @@ def test_activation_checkpoints(reentrant: bool) -> None:
 
 
 def test_micro_batches_of_other_shapes_are_refused() -> None:  # Rule 6
-    """Their activations would fill a part of the next stage's buffer."""
+    """Their activations would fill only part of the next stage's buffer."""
     stage_model = StageModel(
         model := Chain(), Cuts(model, (torch.zeros(3, 4),), {}), [Segment(0, 2)]
     )
@@ -232,14 +235,14 @@ def test_parts_without_blocks_are_refused() -> None:
         StageLayout.of(Parallelism(pp=2, virtual_stages=2, stages=(0, 1, 2, 1)), cuts)
 
 
-def test_what_bypasses_a_cut_is_refused() -> None:  # Rule 6
+def test_a_value_that_bypasses_a_cut_is_refused() -> None:  # Rule 6
     cuts = Cuts(Chain(skip=True), (torch.zeros(2, 4),), {})
     with pytest.raises(ModelError, match=r"before blocks 2 to 3: .* results of 'blocks\.0'"):
         cuts.parameters(Segment(2, 4))
     assert "head.weight" in cuts.parameters(Segment(1, 4))  # nothing bypasses this cut
 
 
-def test_a_stub_has_the_blocks_attributes_and_the_stage_its_names() -> None:
+def test_a_stub_has_the_attributes_of_its_block_and_the_stage_its_names() -> None:
     model, x = Chain(), torch.randn(2, 4)
     cuts = Cuts(model, (x,), {})
     stage = StageModel(model, cuts, [Segment(2, 4)])
@@ -262,7 +265,7 @@ def test_a_stub_has_the_blocks_attributes_and_the_stage_its_names() -> None:
     )
 
 
-def test_a_restored_model_is_cut_anew() -> None:
+def test_a_restored_model_can_be_cut_again() -> None:
     model, x = Chain(), torch.randn(2, 4)
     want = model(x)
     order = [name for name, _ in model.named_parameters()]
@@ -282,7 +285,7 @@ def test_a_stage_called_as_a_whole_is_refused() -> None:
         model(x)
 
 
-def test_models_that_cannot_be_recorded() -> None:
+def test_models_that_cannot_be_recorded_are_refused() -> None:
     class Twice(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(super().forward(x) @ torch.ones(2, 4))

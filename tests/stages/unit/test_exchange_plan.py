@@ -1,5 +1,5 @@
-"""Which piece goes from whom to whom: against brute force, element by element; and what a source
-that fails leaves behind."""
+"""Plans for exchanging pieces between ranks, checked element by element against brute force; and
+the state after a source has failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ RANKS = 4
 def cut_at_random(
     choose: random.Random, ranks: int, copies: int
 ) -> tuple[list[list[Extent]], dict[tuple[str, int], set[int]]]:
-    """Every element with `copies` ranks; and who has it."""
+    """Give every element to at most `copies` ranks. Returns the extents of each rank and the owners
+    of each element."""
     haves: list[list[Extent]] = [[] for _ in range(ranks)]
     owners: dict[tuple[str, int], set[int]] = {}
     for name, size in SIZES.items():
@@ -39,7 +40,7 @@ def cut_at_random(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_everybody_gets_each_wanted_element_once_from_the_cheapest_who_has_it(seed: int) -> None:
+def test_each_rank_gets_each_element_once_from_its_cheapest_owner(seed: int) -> None:
     choose = random.Random(seed)
     haves, owners = cut_at_random(choose, RANKS, choose.choice([1, 2, 3]))
     wants, _ = cut_at_random(choose, RANKS, choose.choice([1, 2]))
@@ -50,35 +51,38 @@ def test_everybody_gets_each_wanted_element_once_from_the_cheapest_who_has_it(se
     plan = plan_transfers(haves, wants, lambda s, t: costs[s, t], most)
 
     got: Counter[tuple[int, str, int]] = Counter()
-    for one in plan:
-        assert 0 < one.extent.numel <= most
+    for transfer in plan:
+        assert 0 < transfer.extent.numel <= most
         inside = [
             e
-            for e in haves[one.source]
-            if e.name == one.extent.name
-            and e.start <= one.extent.start
-            and one.extent.stop <= e.stop
+            for e in haves[transfer.source]
+            if e.name == transfer.extent.name
+            and e.start <= transfer.extent.start
+            and transfer.extent.stop <= e.stop
         ]
-        assert inside, "a transfer lies within one extent of its source"
-        for element in range(one.extent.start, one.extent.stop):
-            got[one.target, one.extent.name, element] += 1
-            able = owners[one.extent.name, element]
-            if one.target in able:
-                assert one.source == one.target
+        assert inside, "a transfer is not within a single extent of its source"
+        for element in range(transfer.extent.start, transfer.extent.stop):
+            got[transfer.target, transfer.extent.name, element] += 1
+            able = owners[transfer.extent.name, element]
+            if transfer.target in able:
+                assert transfer.source == transfer.target
             else:
-                assert costs[one.source, one.target] == min(costs[s, one.target] for s in able)
-    wanted: Counter[tuple[int, str, int]] = Counter(
+                assert costs[transfer.source, transfer.target] == min(
+                    costs[s, transfer.target] for s in able
+                )
+    expected: Counter[tuple[int, str, int]] = Counter(
         (rank, e.name, element)
         for rank, extents in enumerate(wants)
         for e in extents
         for element in range(e.start, e.stop)
     )
-    assert got == wanted
+    assert got == expected
     assert plan == plan_transfers(haves, wants, lambda s, t: costs[s, t], most)
 
 
 def finishes(plan: list[PieceTransfer], ranks: int) -> bool:
-    """Each rank does its own transfers in order; one is done when both ranks are at it."""
+    """Whether all transfers finish if each rank runs its own in order and a transfer needs both
+    ranks."""
     queues = [[t for t in plan if rank in (t.source, t.target)] for rank in range(ranks)]
     while any(queues):
         ready = [
@@ -95,21 +99,21 @@ def finishes(plan: list[PieceTransfer], ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_circle_of_ranks_waits(seed: int) -> None:
+def test_no_cycle_of_ranks_deadlocks(seed: int) -> None:
     choose = random.Random(seed)
     haves, _ = cut_at_random(choose, RANKS, 1)
     wants, _ = cut_at_random(choose, RANKS, 2)
     assert finishes(plan_transfers(haves, wants, lambda s, t: 1.0, 7), RANKS)  # Rule 5
 
 
-def test_equal_sources_share_the_giving() -> None:
+def test_equal_sources_share_the_load() -> None:
     haves = [[Extent("a", 0, 100)], [Extent("a", 0, 100)], [], []]
     wants = [[], [], [Extent("a", 0, 100)], [Extent("a", 0, 100)]]
     plan = plan_transfers(haves, wants, lambda s, t: 1.0, 1000)
     assert sorted(t.source for t in plan) == [0, 1]
 
 
-def test_what_nobody_has_is_named() -> None:
+def test_a_missing_extent_is_named() -> None:
     haves = [[Extent("a", 0, 10)], [Extent("a", 15, 20)]]
     wants = [[], [Extent("a", 5, 18)]]
     with pytest.raises(GoneError, match=r"elements 10 to 15 of 'a', which rank 1 needs"):
@@ -121,23 +125,23 @@ def test_what_nobody_has_is_named() -> None:
     ]
 
 
-def test_after_a_source_failed_all_ranks_are_at_the_same_place() -> None:  # Rule 5
-    """Rank 1 has what the others want, and cannot read a part of it."""
+def test_after_a_source_failed_all_ranks_continue_together() -> None:  # Rule 5
+    """Rank 1 has all that the others need but cannot read a part of it."""
     everything = [Extent(name, 0, size) for name, size in state_pieces.SIZES.items()]
 
     def rank(links):
         mine = everything if links.rank == 1 else []
         source = state_pieces.RandomSource(mine, broken="first.weight")
-        came, failed = [], None
+        received, failed = [], None
         try:
             for piece in exchange(source, everything, links, most_elements=3000):
-                came.append(piece.extent)
+                received.append(piece.extent)
         except (DamagedError, LostError) as error:
             failed = error
-        return links.agree(str(failed), "how it was"), {one.name for one in came}
+        return links.agree(str(failed), "how it was"), {extent.name for extent in received}
 
-    for said, came in run_ranks([RankPlace("c", "h", "stage 0")] * 3, rank):
-        assert said[1] == "first.weight is damaged"
+    for errors, received in run_ranks([RankPlace("c", "h", "stage 0")] * 3, rank):
+        assert errors[1] == "first.weight is damaged"
         sentence = "rank 1 (stage 0, host h, cluster c) could not read first.weight"
-        assert all(sentence in said[i] for i in (0, 2))
-        assert came == {"first.bias", "second.weight"}
+        assert all(sentence in errors[i] for i in (0, 2))
+        assert received == {"first.bias", "second.weight"}

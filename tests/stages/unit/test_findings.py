@@ -1,4 +1,5 @@
-"""What a preflight makes of what it found; who is there; what a job says. No networks."""
+"""The diagnosis that a preflight draws from its findings, how ranks meet, and which job it reads.
+No networks."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ NETWORKS = [*choose_networks([Ranks("dp", (0, 1))], HOSTS).values()]
 LINKS = links_of(NETWORKS)
 
 
-def reports(heard=None, ahead=None, **trouble):
-    """`trouble`: by "source_target"; `ahead`: by host, of its clock."""
+def reports(received_from=None, ahead=None, **trouble):
+    """Reports of three hosts. ahead: Seconds by which a host's clock runs ahead. trouble: Fault by
+    "source_target"."""
     ahead, out = ahead or {}, {}
     for name in ("a", "b", "c"):
         findings = []
@@ -66,11 +68,11 @@ def reports(heard=None, ahead=None, **trouble):
                 why = trouble.get(f"{link.source}_{link.target}")
                 off = ahead.get(link.target, 0.0) - ahead.get(name, 0.0)
                 findings.append(Finding(link, why, "nothing" if why else "", 1e-4, off, 5e7))
-        out[name] = Report(name, tuple(findings), (heard or {}).get(name, ()))
+        out[name] = Report(name, tuple(findings), (received_from or {}).get(name, ()))
     return out
 
 
-def said(found, links=LINKS):
+def diagnosis(found, links=LINKS):
     return str(problem(found, links))
 
 
@@ -84,47 +86,51 @@ def test_every_pair_of_every_group_once() -> None:
 def test_links_that_do_not_connect() -> None:
     closed = LinkFault.CANNOT_CONNECT
     assert "host b: eth0 (ethernet, 10.1.0.2) cannot reach 10.1.0.3 (eth0) of host c: nothing" in (
-        said(reports(b_c=closed, c_b=closed))
+        diagnosis(reports(b_c=closed, c_b=closed))
     )
-    one_way = said(reports(c_a=closed))
+    one_way = diagnosis(reports(c_a=closed))
     assert "although a reaches c: one direction is closed" in one_way
     both = {"c_a": closed, "a_c": closed}
-    # a's connections arrive at c; what c answers does not arrive at a
-    assert "packets from c do not arrive at a" in said(reports(heard={"c": ("10.1.0.1",)}, **both))
-    # the host that most of the links that fail end at is named first
+    # connections from a arrive at c, but c's answers do not arrive at a
+    assert "packets from c do not arrive at a" in diagnosis(
+        reports(received_from={"c": ("10.1.0.1",)}, **both)
+    )
+    # the host at the end of most failed links is named first
     all_of_c = reports(c_a=closed, a_c=closed, c_b=closed, b_c=closed)
-    assert said(all_of_c).startswith("host c: eth0")
-    assert "(and 3 more such links)" in said(all_of_c)
+    assert diagnosis(all_of_c).startswith("host c: eth0")
+    assert "(and 3 more such links)" in diagnosis(all_of_c)
 
 
-def test_addresses_of_different_subnets_are_said() -> None:
+def test_addresses_in_different_subnets_are_reported() -> None:
     far = [HOSTS[0], host("b", 2, net=9)]
     links = links_of([*choose_networks([], far).values()])
     found = {
-        name: Report(name, tuple(Finding(one, LinkFault.CANNOT_CONNECT, "x") for one in links
-                                 if one.source == name))
+        name: Report(name, tuple(Finding(link, LinkFault.CANNOT_CONNECT, "x") for link in links
+                                 if link.source == name))
         for name in "ab"
     }  # fmt: skip
-    assert "different subnets, 10.1.0.0/16 and 10.9.0.0/16" in said(found, links)
+    assert "different subnets, 10.1.0.0/16 and 10.9.0.0/16" in diagnosis(found, links)
 
 
-def test_what_comes_first_explains_the_rest() -> None:
+def test_the_fault_that_explains_the_others_is_reported() -> None:
     lost, closed = LinkFault.LARGE_LOST, LinkFault.CANNOT_CONNECT
-    assert "a large payload to it is lost (MTU 1500 here, 1500 there)" in said(reports(a_b=lost))
-    assert "cannot reach" in said(reports(a_b=lost, b_c=closed, ahead={"c": 99.0}))
-    assert "gets no answer" in said(reports(a_b=LinkFault.NO_ANSWER, b_a=lost))
-    assert "from it is lost" in said(reports(a_b=LinkFault.LARGE_LOST_BACK))
+    assert "a large payload to it is lost (MTU 1500 here, 1500 there)" in diagnosis(
+        reports(a_b=lost)
+    )
+    assert "cannot reach" in diagnosis(reports(a_b=lost, b_c=closed, ahead={"c": 99.0}))
+    assert "gets no answer" in diagnosis(reports(a_b=LinkFault.NO_ANSWER, b_a=lost))
+    assert "from it is lost" in diagnosis(reports(a_b=LinkFault.LARGE_LOST_BACK))
     absent = reports(b_c=closed) | {"a": Report("a", (), failed="a waited for c")}
     del absent["c"]
-    assert "host c came to the rendezvous, but did not report" in said(absent)
+    assert "host c came to the rendezvous, but did not report" in diagnosis(absent)
     failed = reports() | {"b": Report("b", (), failed="eth0 is gone")}
-    assert said(failed) == "host b: eth0 is gone"
+    assert diagnosis(failed) == "host b: eth0 is gone"
 
 
 @pytest.mark.parametrize(("host", "ahead"), [("a", 60.0), ("b", -60.0), ("c", 3.0)])
 def test_a_clock_that_differs_is_named(host, ahead) -> None:
     way = "ahead of" if ahead > 0 else "behind"
-    assert f"clock of host {host} is {abs(ahead):.1f} s {way} that of the others" in said(
+    assert f"clock of host {host} is {abs(ahead):.1f} s {way} that of the others" in diagnosis(
         reports(ahead={host: ahead})
     )
     assert problem(reports(ahead={host: ahead / 100}), LINKS) is None
@@ -161,35 +167,35 @@ def hello(rank, world_size=4, name="a", job="", needed=0):
         (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b have different jobs"),
     ],
 )
-def test_ranks_that_mean_different_starts(other, reason) -> None:
+def test_ranks_of_different_starts_are_refused(other, reason) -> None:
     check_same(hello(0), {}, hello(0))
     check_same(hello(0), {0: hello(0)}, hello(1, name="b"))
     with pytest.raises(ConfigError, match=reason):
         check_same(hello(0), {0: hello(0)}, other)
 
 
-def test_hosts_of_one_name_are_told_apart() -> None:
+def test_hosts_with_the_same_name_get_unique_names() -> None:
     a, b = host("box", 1), replace(host("box", 2), identity="another")
-    assert [one.name for one in meeting.unique_names([a, a, b])] == [
+    assert [entry.name for entry in meeting.unique_names([a, a, b])] == [
         "box at 10.1.0.1",
         "box at 10.1.0.1",
         "box at 10.1.0.2",
     ]
-    assert [one.name for one in meeting.unique_names([a, a])] == ["box", "box"]
-    # what both have (as virtual machines' own networks) tells nobody apart
+    assert [entry.name for entry in meeting.unique_names([a, a])] == ["box", "box"]
+    # a card that both have (such as a virtual machine's bridge) does not make a name unique
     common = HostCard("virbr0", "192.168.122.1", 24)
-    c, d = (replace(one, cards=(common, *one.cards)) for one in (a, b))
-    assert [one.name for one in meeting.unique_names([c, d])] == [
+    c, d = (replace(entry, cards=(common, *entry.cards)) for entry in (a, b))
+    assert [entry.name for entry in meeting.unique_names([c, d])] == [
         "box at 10.1.0.1",
         "box at 10.1.0.2",
     ]
-    alone = [replace(one, cards=(common,)) for one in (a, b)]
-    assert len({one.name for one in meeting.unique_names(alone)}) == 2
+    alone = [replace(entry, cards=(common,)) for entry in (a, b)]
+    assert len({entry.name for entry in meeting.unique_names(alone)}) == 2
 
 
-def test_clusters_are_the_fast_fabrics() -> None:
-    ib = [replace(one, cards=(replace(one.cards[0], kind="infiniband"), *one.cards))
-          for one in HOSTS[:2]]  # fmt: skip
+def test_hosts_on_a_fast_fabric_form_a_cluster() -> None:
+    ib = [replace(entry, cards=(replace(entry.cards[0], kind="infiniband"), *entry.cards))
+          for entry in HOSTS[:2]]  # fmt: skip
     hosts = (ib[0], ib[0], ib[1], HOSTS[2])
     met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), hosts, dist.HashStore())
     assert met.host_devices() == [
@@ -225,10 +231,11 @@ def launch(rank, world_size, port=0, address="127.0.0.1", **more):
 
 
 def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
-    """What each rank of a start in threads ended with. agent: has the store."""
+    """Let all ranks meet, each in a thread. Returns by rank its result or error. agent: Holds the
+    store."""
     port, out = agent.port if agent else free_port(), {}
 
-    def one(rank):
+    def meet(rank):
         own = {"job": "", "needed": 0, "deadline_s": deadline_s, "host": HOSTS[rank % 3]}
         own |= (changes or {}).get(rank, {})
         size = own.pop("world_size", world_size)
@@ -240,7 +247,7 @@ def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
             out[rank] = error
 
     threads = [
-        threading.Thread(target=one, args=(rank,))
+        threading.Thread(target=meet, args=(rank,))
         for rank in range(world_size)
         if rank not in absent
     ]
@@ -253,23 +260,23 @@ def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
 
 def test_all_ranks_meet() -> None:
     met = all_meet(4)
-    assert all(one.hosts == (*HOSTS, HOSTS[0]) for one in met.values()), met
+    assert all(result.hosts == (*HOSTS, HOSTS[0]) for result in met.values()), met
     assert meeting.late_error(met[0]) is None
 
 
-def test_every_rank_that_came_says_the_same_of_one_that_did_not() -> None:  # Rule 5
+def test_all_ranks_report_the_same_missing_rank() -> None:  # Rule 5
     met = all_meet(3, absent={1}, deadline_s=3.0)
-    assert {type(one) for one in met.values()} == {DeadlineError}
-    assert len({str(one) for one in met.values()}) == 1
+    assert {type(outcome) for outcome in met.values()} == {DeadlineError}
+    assert len({str(outcome) for outcome in met.values()}) == 1
     assert "2 of 3 ranks have reached" in str(met[0])
     assert "(of a, c), rank 1 has not" in str(met[0])
 
 
-def test_every_rank_says_the_same_of_another_world() -> None:
-    """Also one that comes when it has been refused."""
+def test_all_ranks_report_the_same_wrong_world_size() -> None:
+    """Including a rank that arrives after the refusal."""
     met = all_meet(3, {1: {"late_s": 1.0}, 2: {"world_size": 4}})
-    assert {type(one) for one in met.values()} == {ConfigError}
-    assert len({str(one) for one in met.values()}) == 1
+    assert {type(outcome) for outcome in met.values()} == {ConfigError}
+    assert len({str(outcome) for outcome in met.values()}) == 1
 
 
 @pytest.fixture
@@ -277,27 +284,27 @@ def agent():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_agents_count_restarts_as_they_like(agent) -> None:
-    """One agent has started its rank again, that of another host was told to: all meet."""
+def test_ranks_meet_although_their_agents_count_restarts_differently(agent) -> None:
+    """One agent restarted its rank by itself, another on request: all ranks meet."""
     met = all_meet(3, {1: {"attempt": "1"}}, agent=agent)
-    assert all(one.hosts == tuple(HOSTS) for one in met.values()), met
+    assert all(result.hosts == tuple(HOSTS) for result in met.values()), met
 
 
-def test_starts_after_each_other_on_one_store(agent, monkeypatch) -> None:
-    """Nobody takes the answer of an earlier start for his own, nor meets who has ended."""
+def test_successive_starts_share_one_store(agent, monkeypatch) -> None:
+    """No rank takes the verdict of an earlier start for its own or meets a rank that has ended."""
     monkeypatch.setattr(meeting, "GRACE_S", 0.2)
     first = all_meet(2, agent=agent)
     first[0].store.set("verdict", "of the first")
     again = all_meet(2, agent=agent)  # another parallelize() of the same processes
     assert again[1].hosts == tuple(HOSTS[:2]) and not again[1].store.check(["verdict"])
-    # rank 1 ends; what it began again ends too, while rank 0 still computes
+    # rank 1 ends, and its restart ends too, while rank 0 still computes
     alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=1.0, agent=agent)
     assert "rank 1 of host b arrived after all 2 ranks had met" in str(alone[1])
     third = all_meet(2, {0: {"attempt": "1"}, 1: {"attempt": "2", "late_s": 0.3}}, agent=agent)
     assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late_error(third[0]) is None
 
 
-def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
+def test_a_restarted_rank_waits_until_the_others_notice(agent) -> None:
     """An agent starts its ranks again at once; a step of the others may take minutes."""
     again = {"attempt": "1", "deadline_s": 0.2, "notice_s": 5.0}
     met = all_meet(2, {0: {"late_s": 1.0}, 1: again}, agent=agent)
@@ -308,7 +315,7 @@ def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
     ("size", "reason"),
     [(2, "rank 0 of host a was started as one of 2 ranks"), (1, "arrived after all 1 ranks had")],
 )
-def test_a_rank_too_many_is_found_later(size, reason) -> None:
+def test_a_surplus_rank_is_found_later(size, reason) -> None:
     store = dist.HashStore()
     store.set("heard", "1")
     store.add("arrived", 2)
@@ -318,7 +325,7 @@ def test_a_rank_too_many_is_found_later(size, reason) -> None:
 
 
 def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
-    """Rank 0 is gone, and its agent's store is there."""
+    """Rank 0 has died, but its agent still serves the store."""
     waits = []
 
     def nobody(*_):
@@ -344,13 +351,13 @@ def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
     assert len(waits) == 1
 
 
-def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
+def test_a_link_passes_although_its_rate_could_not_be_measured(monkeypatch) -> None:
     link = CardLink("a", "a", "ethernet", "127.0.0.1", "127.0.0.1")
-    taken = []
+    reads = []
 
     async def once(reader):
-        taken.append(1)
-        if len(taken) > 1:
+        reads.append(1)
+        if len(reads) > 1:
             raise EOFError  # the host went away
         await reader.readexactly(probes.LARGE + 2 * probes.LENGTH.size)
         return 0.0
@@ -360,12 +367,14 @@ def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
             return await probes.probe(doors, {link: doors})
 
     monkeypatch.setattr(probes, "_receive_rate", once)
-    found, heard = asyncio.run(both())
-    assert [(one.fault, one.bytes_per_s) for one in found] == [(None, 0.0)] and not heard
+    found, incoming = asyncio.run(both())
+    assert [(finding.fault, finding.bytes_per_s) for finding in found] == [
+        (None, 0.0)
+    ] and not incoming
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PeerError, DeadlineError])
-def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
+def test_a_refusal_raises_the_same_error_on_every_rank(kind) -> None:
     with pytest.raises(kind, match=r"so\nhint: because"):
         refusal(kind("so", hint="because")).check()
     MeetingAnswer(hosts=tuple(HOSTS)).check()
@@ -380,9 +389,9 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
     ],
 )
 def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:
-    told = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"} if environment else {}
+    variables = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"} if environment else {}
     with pytest.raises(ConfigError, match=reason):
-        launch_of(environment | told)
+        launch_of(environment | variables)
 
 
 def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
@@ -397,14 +406,14 @@ def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
         meeting.meet(launch(1, 2, address="nowhere"), deadline_s=0.5, host=HOSTS[0])
 
 
-def test_which_of_the_hosts_this_is(monkeypatch) -> None:
-    known = {"a": "10.1.0.1", "b": "10.1.0.2", "c": "127.0.1.1", "10.1.0.2": "10.1.0.2"}
+def test_this_host_is_found_by_name_or_address(monkeypatch) -> None:
+    addresses = {"a": "10.1.0.1", "b": "10.1.0.2", "c": "127.0.1.1", "10.1.0.2": "10.1.0.2"}
     monkeypatch.setattr(preflight_command, "this_host", lambda: HOSTS[1])
     monkeypatch.setattr(preflight_command.socket, "gethostname", lambda: "b")
     monkeypatch.setattr(
         preflight_command.socket,
         "getaddrinfo",
-        lambda name, *_, **__: [(0, 0, 0, "", (known[name], 0))],
+        lambda name, *_, **__: [(0, 0, 0, "", (addresses[name], 0))],
     )
     assert preflight_command.launch_among(["a", "b"], 7).rank == 1
     assert preflight_command.launch_among(["a", "10.1.0.2"], 7).address == "a"
@@ -414,18 +423,18 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
         preflight_command.launch_among(["a"], 7)
 
 
-def asked(**keys):
+def parallelism_section(**keys):
     return checked(ParallelismSection, keys)
 
 
 def test_how_many_ranks_must_meet() -> None:
-    assert preflight_command.needed_ranks(asked(), 1) == 0
-    assert preflight_command.needed_ranks(asked(pp=2), 1) == 0  # as many as come
-    assert preflight_command.needed_ranks(asked(pp=2, dp=2), 1) == 4
-    assert preflight_command.needed_ranks(asked(pp=2, widths=[2, 1]), 1) == 3
-    assert preflight_command.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
+    assert preflight_command.needed_ranks(parallelism_section(), 1) == 0
+    assert preflight_command.needed_ranks(parallelism_section(pp=2), 1) == 0  # as many as come
+    assert preflight_command.needed_ranks(parallelism_section(pp=2, dp=2), 1) == 4
+    assert preflight_command.needed_ranks(parallelism_section(pp=2, widths=[2, 1]), 1) == 3
+    assert preflight_command.needed_ranks(parallelism_section(pp=2, dp=2, tp=2), 4) == 2
     with pytest.raises(ConfigError, match="has 4 ranks, not a multiple of 3 per host"):
-        preflight_command.needed_ranks(asked(pp=2, dp=2), 3)
+        preflight_command.needed_ranks(parallelism_section(pp=2, dp=2), 3)
 
 
 @pytest.mark.parametrize(
@@ -437,12 +446,12 @@ def test_how_many_ranks_must_meet() -> None:
 )
 def test_placements_that_contradict_each_other(placements, reason) -> None:  # Rule 6
     with pytest.raises(ConfigError, match=reason):
-        asked(placements=placements)
+        parallelism_section(placements=placements)
 
 
-def test_all_is_well_only_where_the_job_would_run(monkeypatch) -> None:
-    """A data group over two clusters is refused by the command too, once its links are proven."""
-    ib = [replace(one, cards=(replace(one.cards[0], kind="infiniband"),)) for one in HOSTS[:2]]
+def test_the_preflight_refuses_a_job_that_could_not_run(monkeypatch) -> None:
+    """A data group across two clusters is refused even if all its links work."""
+    ib = [replace(host, cards=(replace(host.cards[0], kind="infiniband"),)) for host in HOSTS[:2]]
     apart = replace(ib[1], cards=(replace(ib[1].cards[0], fabric="hall b"), *HOSTS[1].cards))
     met = meeting.RankMeeting(launch(1, 2), dist.HashStore(), (ib[0], apart), dist.HashStore())
     proven = []
@@ -451,9 +460,9 @@ def test_all_is_well_only_where_the_job_would_run(monkeypatch) -> None:
     monkeypatch.setattr(preflight_command, "override", lambda hosts, _: hosts)
     monkeypatch.setattr(preflight_command, "preflight", lambda *words: proven.append(words))
     monkeypatch.setattr(preflight_command, "load_job", lambda *_, **__: Ranks("", ()))
-    monkeypatch.setattr(Ranks, "parallelism", asked(dp=2), raising=False)
+    monkeypatch.setattr(Ranks, "parallelism", parallelism_section(dp=2), raising=False)
     with pytest.raises(ConfigError, match=r"the data group of stage 0 .* mixes clusters"):
         preflight_command.command("job.toml")
     assert proven
-    monkeypatch.setattr(Ranks, "parallelism", asked(dp=2, across_clusters=True))
+    monkeypatch.setattr(Ranks, "parallelism", parallelism_section(dp=2, across_clusters=True))
     assert preflight_command.command("job.toml") == 0

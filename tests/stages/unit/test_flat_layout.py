@@ -1,4 +1,4 @@
-"""How a stage's parameters are laid out and cut: against brute force."""
+"""The layout and cuts of a stage's parameters, checked by brute force."""
 
 from math import lcm
 
@@ -24,7 +24,7 @@ def params(draw):
 
 
 @given(params(), st.integers(1, 4), st.sampled_from([1, 512, 4096, 1 << 20]), st.data())
-def test_every_element_is_one_ranks(specs, width, bucket_bytes, data):
+def test_every_element_belongs_to_a_single_rank(specs, width, bucket_bytes, data):
     shared = data.draw(st.lists(st.sampled_from([s.name for s in specs]), unique=True))
     widths = (width, data.draw(st.integers(1, 3)))
     layout = lay_out(specs, width, bucket_bytes, dict.fromkeys(shared, 0), [widths])
@@ -50,7 +50,7 @@ def test_every_element_is_one_ranks(specs, width, bucket_bytes, data):
         ]
 
 
-def test_stages_of_other_widths_cut_what_they_share_alike():
+def test_stages_of_other_widths_cut_shared_parameters_equally():
     first = [ParamSpec("tok", (100, 8), "fp32", True, 0), ParamSpec("a", (9,), "fp32", True, 0)]
     last = [ParamSpec("z", (50,), "fp32", True, 0), ParamSpec("tok", (100, 8), "fp32", True, 0)]
     mine, theirs = (
@@ -62,7 +62,7 @@ def test_stages_of_other_widths_cut_what_they_share_alike():
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=3), st.data())
-def test_overlaps_are_what_two_ranks_both_have(widths, data):
+def test_overlaps_are_the_elements_of_both_ranks(widths, data):
     stage = data.draw(st.integers(0, len(widths) - 1))
     rank = data.draw(st.integers(0, widths[stage] - 1))
     numel = 5 * lcm(*widths)
@@ -74,13 +74,13 @@ def test_overlaps_are_what_two_ranks_both_have(widths, data):
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
-def test_what_lacks_is_what_no_piece_covered(pairs):
-    wanted = [Extent("p", 2, 9), Extent("p", 12, 18)]
-    came = [Extent("p", start, max(start, stop)) for start, stop in pairs]
+def test_missing_extents_are_those_that_no_piece_covers(pairs):
+    expected = [Extent("p", 2, 9), Extent("p", 12, 18)]
+    received = [Extent("p", start, max(start, stop)) for start, stop in pairs]
     covered = {e for start, stop in pairs for e in range(start, stop)}
     missing = sorted({*range(2, 9), *range(12, 18)} - covered)
     if not missing:
-        check_covered(came, wanted, "rank 0")
+        check_covered(received, expected, "rank 0")
     else:
         with pytest.raises(StoreError, match=rf"{len(missing)} elements.*\[{missing[0]}, "):
-            check_covered(came, wanted, "rank 0")
+            check_covered(received, expected, "rank 0")

@@ -1,5 +1,5 @@
-"""stages/rank_groups.py and stages/host_ranks.py: groups of clusters of any size, checked against the
-paper's formulas and against what a group is; which parallelisms are refused or suit."""
+"""Process groups (stages/rank_groups.py, host_ranks.py) on clusters of any size, checked against
+the paper's formulas and by brute force; which parallelisms are refused or suit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def printed_rank(gpus: int, nodes: tuple[int, ...], i: int, k: int, j: int) -> i
 
 
 def printed_groups(n: int, d: int, t: int, p: int) -> dict[GroupKind, set[tuple[int, ...]]]:
-    """Yang et al. (Holmes), equations 1 and 3, from 1."""
+    """Yang et al. (Holmes), equations 1 and 3, with ranks counted from 1."""
     assert n == d * t * p
     return {
         GroupKind.TENSOR: {
@@ -53,13 +53,13 @@ EQUAL = [
 def test_equal_stages_are_the_papers_groups(n: int, d: int, t: int, p: int) -> None:
     groups = Groups.of(Parallelism(dp=d, tp=t, pp=p), one_host_each(n, 4))
     for kind, printed in printed_groups(n, d, t, p).items():
-        found = [one for one in groups.to_create if one.kind is kind]
-        assert {tuple(rank + 1 for rank in one.ranks) for one in found} == printed
+        found = [group for group in groups.to_create if group.kind is kind]
+        assert {tuple(rank + 1 for rank in group.ranks) for group in found} == printed
         assert sorted(itertools.chain(*printed)) == list(range(1, n + 1))
 
 
 def test_ranks_are_the_papers_with_its_numbering_corrected() -> None:
-    """2 clusters of 2 nodes of 4 devices: as printed it would be 1, 2, 3, 4, 2, 3, ..."""
+    """2 clusters of 2 nodes of 4 devices: the printed formula would give 1, 2, 3, 4, 2, 3, ..."""
     hosts = [(f"c{i} n{k}", f"c{i}", 4) for i in (1, 2) for k in (1, 2)]
     groups = Groups.of(Parallelism(dp=8, pp=2), hosts)
     for i, k, j in itertools.product((1, 2), (1, 2), range(1, 5)):
@@ -75,22 +75,28 @@ def parallelisms(draw: st.DrawFn) -> Parallelism:
 
 
 @given(parallelisms())
-def test_groups_are_what_they_say(parallelism: Parallelism) -> None:
-    """By brute force over all ranks: a group is all ranks that have the rest in common."""
+def test_groups_equal_those_found_by_brute_force(parallelism: Parallelism) -> None:
+    """A group holds all ranks whose other two coordinates agree."""
     groups = Groups.of(parallelism, [("h", "c", parallelism.devices)])
     at = [groups.position(rank) for rank in range(groups.world_size)]
-    assert [parallelism.rank(one) for one in at] == list(range(groups.world_size))
-    assert at == sorted(at, key=lambda one: (one.stage, one.replica, one.tensor))
+    assert [parallelism.rank(position) for position in at] == list(range(groups.world_size))
+    assert at == sorted(
+        at, key=lambda position: (position.stage, position.replica, position.tensor)
+    )
 
     def alike(key) -> set[tuple[int, ...]]:
         found: dict[tuple[int, int], list[int]] = {}
-        for rank, one in enumerate(at):
-            found.setdefault(key(one), []).append(rank)
+        for rank, position in enumerate(at):
+            found.setdefault(key(position), []).append(rank)
         return {tuple(ranks) for ranks in found.values()}
 
-    assert {g.ranks for g in groups.data} == alike(lambda one: (one.stage, one.tensor))
-    assert {g.ranks for g in groups.tensor} == alike(lambda one: (one.stage, one.replica))
-    names = [one.name for one in groups.to_create]
+    assert {g.ranks for g in groups.data} == alike(
+        lambda position: (position.stage, position.tensor)
+    )
+    assert {g.ranks for g in groups.tensor} == alike(
+        lambda position: (position.stage, position.replica)
+    )
+    names = [group.name for group in groups.to_create]
     assert len(set(names)) == len(names)
 
 
@@ -110,13 +116,13 @@ def test_micro_batches_go_along_the_pipelines(parallelism: Parallelism, total: i
         for context, tensor in itertools.product(range(parallelism.cp), range(parallelism.tp)):
             ranks = [parallelism.rank(RankPosition(s, r + context, tensor)) for s, r in found]
             for a, b in itertools.pairwise(ranks):
-                assert sum({a, b} <= set(one.ranks) for one in groups.boundaries) == 2
+                assert sum({a, b} <= set(group.ranks) for group in groups.boundaries) == 2
 
 
 def test_clusters_of_unequal_size() -> None:
     groups = Groups.of(Parallelism(pp=2, widths=(4, 2)), TWO_AND_ONE)
-    assert [one.ranks for one in groups.data] == [(0, 1, 2, 3), (4, 5)]
-    assert [(one.name, one.ranks) for one in groups.boundaries] == [
+    assert [group.ranks for group in groups.data] == [(0, 1, 2, 3), (4, 5)]
+    assert [(group.name, group.ranks) for group in groups.boundaries] == [
         ("activations stage 0 to 1", (0, 1, 2, 3, 4, 5)),
         ("gradients stage 1 to 0", (0, 1, 2, 3, 4, 5)),
     ]
@@ -127,7 +133,7 @@ def test_clusters_of_unequal_size() -> None:
 def test_interleaved_stages_meet_in_a_ring() -> None:
     assert Parallelism(pp=3, virtual_stages=2).boundaries == ((0, 1), (1, 2), (2, 0))
     groups = Groups.of(Parallelism(pp=2, virtual_stages=2), [("h", "c", 2)])
-    assert [one.name for one in groups.boundaries] == [
+    assert [group.name for group in groups.boundaries] == [
         "activations stage 0 to 1",
         "gradients stage 1 to 0",
         "activations stage 1 to 0",
@@ -143,7 +149,7 @@ def test_equal_widths_are_dp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"pp": 3, "widths": (2, 1)}, "widths 2, 1 do not match pp 3"),
         ({"dp": 4, "pp": 2, "widths": (2, 1)}, "dp 4 and widths 2, 1 contradict each other"),
@@ -152,12 +158,12 @@ def test_equal_widths_are_dp() -> None:
         ({"pp": 2, "widths": (2, 0)}, "greater than or equal to 1"),
     ],
 )
-def test_widths_that_say_nothing_are_refused(fields: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_widths_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Parallelism(**fields)
 
 
-def test_what_needs_one_width_says_so() -> None:
+def test_features_that_need_equal_widths_refuse_others() -> None:
     with pytest.raises(ConfigError, match="widths 4, 2 must be equal in a simulation"):
         _ = Parallelism(pp=2, widths=(4, 2)).replicas
     with pytest.raises(ConfigError, match="a step has 3 micro-batches, but a stage has 4 replicas"):
@@ -172,7 +178,7 @@ def test_what_needs_one_width_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "hosts", "said", "hint"),
+    ("parallelism", "hosts", "message", "hint"),
     [
         (
             Parallelism(pp=2, widths=(4, 3)),
@@ -209,17 +215,17 @@ def test_what_needs_one_width_says_so() -> None:
         (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot fill 6 stages", "set pp to at most 4"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    parallelism: Parallelism, hosts: list, said: str, hint: str
+def test_impossible_groups_are_refused(
+    parallelism: Parallelism, hosts: list, message: str, hint: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         Groups.of(parallelism, hosts, blocks=4)
     assert hint in error.value.hint and "\n" not in str(error.value).partition("\nhint: ")[0]
 
 
-def test_a_data_group_may_mix_clusters_where_that_is_said() -> None:
+def test_a_data_group_may_mix_clusters_if_across_clusters_is_set() -> None:
     groups = Groups.of(Parallelism(dp=6), TWO_AND_ONE, data_groups=DataGroups.ANYWHERE)
-    assert [one.ranks for one in groups.data] == [tuple(range(6))]
+    assert [group.ranks for group in groups.data] == [tuple(range(6))]
     with pytest.raises(ConfigError, match="mixes clusters: 4 of 'a' and 2 of 'b'"):
         Groups.of(Parallelism(dp=6), TWO_AND_ONE)
 
@@ -233,16 +239,16 @@ CLUSTERS = st.lists(
 def test_suited_parallelisms_are_all_that_can_work(
     clusters: list[list[int]], tp: int, blocks: int
 ) -> None:
-    """Each is one that `Groups.of` takes; the first has a stage a cluster; none that has stages
-    of one width inside each cluster is left out."""
+    """`Groups.of` accepts each of them, the first has a stage per cluster, and none with stages of
+    equal width inside each cluster is left out."""
     hosts = [
         (f"c{i}h{k}", f"c{i}", devices)
         for i, cluster in enumerate(clusters)
         for k, devices in enumerate(cluster)
     ]
     found = list(suited_parallelisms(hosts, blocks, tp=tp))
-    for one in found:
-        Groups.of(one, hosts, blocks=blocks)
+    for parallelism in found:
+        Groups.of(parallelism, hosts, blocks=blocks)
     assert found[0].pp == len(clusters)
     assert found[0].replicas_of == tuple(sum(cluster) // tp for cluster in clusters)
     slots = [sum(cluster) // tp for cluster in clusters]
@@ -252,7 +258,9 @@ def test_suited_parallelisms_are_all_that_can_work(
         for stages in tried
         if sum(stages) <= blocks
     }
-    assert {one.replicas_of for one in found} == expected and len(found) == len(expected)
+    assert {parallelism.replicas_of for parallelism in found} == expected and len(found) == len(
+        expected
+    )
 
 
 def test_the_fewest_stages_come_first() -> None:
@@ -265,7 +273,7 @@ def test_the_fewest_stages_come_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "blocks", "asked", "said"),
+    ("hosts", "blocks", "options", "message"),
     [
         (TWO_AND_ONE, 1, {}, "2 clusters need at least one block each, but the model has 1"),
         (TWO_AND_ONE, 12, {"tp": 4}, "tp 4 does not divide the 2 devices of host 'a0'"),
@@ -278,6 +286,8 @@ def test_the_fewest_stages_come_first() -> None:
         ([], 9, {}, "no hosts are listed"),
     ],
 )
-def test_what_nothing_suits(hosts: list, blocks: int, asked: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        next(suited_parallelisms(hosts, blocks, **asked))
+def test_hosts_that_suit_no_parallelism_are_refused(
+    hosts: list, blocks: int, options: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next(suited_parallelisms(hosts, blocks, **options))

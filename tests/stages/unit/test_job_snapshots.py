@@ -1,5 +1,5 @@
-"""Snapshots of a job of several ranks: what a kill, a power cut, a lost host, a full disk, a copy
-and a damaged byte do to them. Ranks are threads; every host has a directory of its own."""
+"""Snapshots of a job of several ranks after a kill, a power cut, a lost host, a full disk, a copied
+directory or a damaged byte. Ranks are threads; every host has its own directory."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def snapshots(links, root, lines=None, **options):
     )
 
 
-def train(root, where, steps, seed=1, said=lambda step: None, **options):
-    """Saves a snapshot at each of `steps`, where a parameter's values are a function of the step.
-    The step that it went on from."""
+def train(root, where, steps, seed=1, after_step=lambda step: None, **options):
+    """Save a snapshot at each of `steps`, where a parameter's values are a function of the step.
+    Returns for each rank the step from which it resumed."""
 
     def rank(links):
         kept = snapshots(links, root, **options)
@@ -68,38 +68,39 @@ def train(root, where, steps, seed=1, said=lambda step: None, **options):
         for step in steps:
             source = RandomSource(spread(seed, links.size)[links.rank], version=step)
             kept.save(step, source, {"job": f"step {step}".encode(), f"of {links.rank}": b"x"})
-            said(step)
+            after_step(step)
         return found and found.step
 
     return run_ranks(where, rank)
 
 
 def resume(root, where, seed=2, lines=None, **options):
-    """The step that each rank finds; all values of it are checked, with other cuts than before."""
+    """Resume with other cuts than before and check all values. Returns the step that each rank
+    found."""
 
     def rank(links):
         found = snapshots(links, root, lines, **options).find()
         if found is None:
             return None
         assert found.blobs["job"] == f"step {found.step}".encode()
-        wanted = spread(seed, links.size)[links.rank]
-        same_as_whole(found.pieces(wanted), wanted, version=found.step)
+        pieces = spread(seed, links.size)[links.rank]
+        same_as_whole(found.pieces(pieces), pieces, version=found.step)
         return found.step
 
     return run_ranks(where, rank)
 
 
-def raised(found, kind, words):
-    for one in found:
-        assert isinstance(one, kind), found
-        assert words in str(one), one
+def assert_raised(found, kind, words):
+    for error in found:
+        assert isinstance(error, kind), found
+        assert words in str(error), error
 
 
-def test_other_ranks_on_the_same_disks_go_on(tmp_path):
+def test_another_number_of_ranks_resumes_from_the_same_disks(tmp_path):
     assert train(tmp_path, places(3), [1, 2, 3]) == [None] * 3
     assert resume(tmp_path, places(6, hosts=3)) == [3] * 6
     assert resume(tmp_path, places(3), seed=9) == [3] * 3
-    for host in ("h0", "h1", "h2"):  # two are kept
+    for host in ("h0", "h1", "h2"):  # the two newest are kept
         names = sorted(path.name[:15] for path in (tmp_path / host / "snapshots").iterdir())
         assert names == ["step-0000000002", "step-0000000003"]
 
@@ -122,12 +123,12 @@ def test_a_power_cut_or_a_kill_at_any_moment_leaves_a_snapshot(tmp_path, monkeyp
         with lock:
             states.append((disk.cut(tmp_path / f"cut{len(states)}"), announced[0]))
 
-    def said(step):
+    def note_step(step):
         with lock:
             announced[0] = max(announced[0], step)
 
     disk.synced = synced
-    train(root, places(2, clusters=2), [1, 2, 3], said=said, replicas=2)
+    train(root, places(2, clusters=2), [1, 2, 3], after_step=note_step, replicas=2)
     disk.close()
     monkeypatch.undo()
     assert len(states) > 30
@@ -140,7 +141,7 @@ def test_a_power_cut_or_a_kill_at_any_moment_leaves_a_snapshot(tmp_path, monkeyp
     assert found_steps == {None, 1, 2, 3}
 
 
-def test_half_of_a_snapshot_is_said_and_removed(tmp_path):
+def test_an_incomplete_snapshot_is_reported_and_removed(tmp_path):
     train(tmp_path, places(2), [1, 2])
     for path in tmp_path.glob("h*/snapshots/step-0000000002.*/*.committed"):
         path.unlink()
@@ -150,7 +151,7 @@ def test_half_of_a_snapshot_is_said_and_removed(tmp_path):
     assert not [*tmp_path.glob("h*/snapshots/step-0000000002.*")]
 
 
-def test_a_half_that_filled_the_disk_is_removed_first(tmp_path, monkeypatch):
+def test_an_incomplete_snapshot_that_filled_the_disk_is_removed_first(tmp_path, monkeypatch):
     train(tmp_path, places(2), [1, 2])
     for path in tmp_path.glob("h*/snapshots/step-0000000002.*/*.committed"):
         path.unlink()
@@ -165,20 +166,20 @@ def test_a_half_that_filled_the_disk_is_removed_first(tmp_path, monkeypatch):
     assert resume(tmp_path, places(2)) == [1, 1]
 
 
-def test_one_marker_is_enough(tmp_path):
+def test_a_single_marker_commits_a_snapshot(tmp_path):
     train(tmp_path, places(3), [1, 2])
     for host in ("h0", "h2"):
         for path in tmp_path.glob(f"{host}/snapshots/step-0000000002.*/*.committed"):
             path.unlink()
     assert resume(tmp_path, places(3)) == [2] * 3
-    for host in ("h0", "h1", "h2"):  # now it is on every host
+    for host in ("h0", "h1", "h2"):  # resuming restored the marker on every host
         assert [*tmp_path.glob(f"{host}/snapshots/step-0000000002.*/*.committed")]
 
 
-def test_a_lost_host_is_named_and_nothing_older_is_taken_silently(tmp_path):  # Rule 6
+def test_a_lost_host_is_named_and_no_older_snapshot_is_used_silently(tmp_path):  # Rule 6
     train(tmp_path, places(3), [1, 2])
     shutil.rmtree(tmp_path / "h1")
-    raised(
+    assert_raised(
         resume(tmp_path, places(2)),
         GoneError,
         "the missing parts were written by rank 1 (stage 1, host h1",
@@ -186,18 +187,20 @@ def test_a_lost_host_is_named_and_nothing_older_is_taken_silently(tmp_path):  # 
     assert [*tmp_path.glob("h0/snapshots/step-0000000002.*/rank-0.pieces")]
 
 
-def test_going_back_has_to_be_asked_for(tmp_path):
+def test_going_back_needs_an_option(tmp_path):
     train(tmp_path, places(2), [1, 2])
     for path in tmp_path.glob("h1/snapshots/step-0000000002.*/*.pieces"):
         path.write_bytes(path.read_bytes()[:-1])
-    raised(resume(tmp_path, places(2)), GoneError, "to go back to step 1 instead, set go_back")
+    assert_raised(
+        resume(tmp_path, places(2)), GoneError, "to go back to step 1 instead, set go_back"
+    )
     lines = []
     assert resume(tmp_path, places(2), go_back=True, lines=lines) == [1, 1]
     assert any("step 2 is incomplete" in line and "go_back is set" in line for line in lines)
     assert [*tmp_path.glob("h0/snapshots/step-0000000002.*.aside/rank-0.pieces")]
 
 
-def test_what_was_never_announced_may_be_given_up(tmp_path):
+def test_a_snapshot_that_was_never_announced_may_be_dropped(tmp_path):
     train(tmp_path, places(2), [1, 2])
     for path in tmp_path.glob("h1/snapshots/step-0000000002.*/*.committed"):
         path.unlink()
@@ -215,7 +218,7 @@ def test_with_replicas_a_cluster_may_be_lost(tmp_path):
     assert resume(tmp_path, places(2)) == [2, 2]
 
 
-def test_copies_lie_elsewhere():
+def test_copies_are_in_another_cluster_or_host():
     assert buddies(places(4, clusters=2)) == (2, 3, 0, 1)
     assert buddies(places(4, hosts=2)) == (2, 3, 0, 1)
     three = [RankPlace(c, f"h{i}", "") for i, c in enumerate("aaab")]
@@ -224,16 +227,16 @@ def test_copies_lie_elsewhere():
         buddies(places(2, hosts=1))
 
 
-def test_two_that_went_on_without_each_other_are_refused(tmp_path):
-    one, other, both = (tmp_path / name for name in ("one", "other", "both"))
-    train(one, places(2), [1, 2])
-    shutil.copytree(one, other)
-    assert train(one, places(2), [3]) == [2, 2]
+def test_hosts_that_trained_on_independently_are_refused(tmp_path):
+    first, other, both = (tmp_path / name for name in ("one", "other", "both"))
+    train(first, places(2), [1, 2])
+    shutil.copytree(first, other)
+    assert train(first, places(2), [3]) == [2, 2]
     assert train(other, places(2), [3]) == [2, 2]
     both.mkdir()
-    shutil.copytree(one / "h0", both / "h0")
+    shutil.copytree(first / "h0", both / "h0")
     shutil.copytree(other / "h1", both / "h1")
-    raised(resume(both, places(2)), ForkedError, "independently")
+    assert_raised(resume(both, places(2)), ForkedError, "independently")
 
 
 def test_an_older_copy_of_the_other_host_is_no_fork(tmp_path):
@@ -242,7 +245,7 @@ def test_an_older_copy_of_the_other_host_is_no_fork(tmp_path):
     train(tmp_path, places(2), [3])
     shutil.rmtree(tmp_path / "h1")
     (tmp_path / "old").rename(tmp_path / "h1")
-    raised(resume(tmp_path, places(2)), GoneError, "of step 3, is incomplete")
+    assert_raised(resume(tmp_path, places(2)), GoneError, "of step 3, is incomplete")
 
 
 def test_snapshots_of_another_run_are_refused(tmp_path):
@@ -250,16 +253,16 @@ def test_snapshots_of_another_run_are_refused(tmp_path):
     train(tmp_path / "other", places(2), [1])
     shutil.rmtree(tmp_path / "one" / "h1")
     (tmp_path / "other" / "h1").rename(tmp_path / "one" / "h1")
-    raised(resume(tmp_path / "one", places(2)), ForeignError, "snapshots of two runs")
+    assert_raised(resume(tmp_path / "one", places(2)), ForeignError, "snapshots of two runs")
 
 
 def test_another_model_is_refused_by_its_first_difference(tmp_path):
     train(tmp_path, places(2), [1])
     other = [ParamEntry("first.weight", (4000,), "bf16", "adamw"), *PARAMS[1:]]
     words = "'first.weight' is ((4000,), fp32, adamw) there and ((4000,), bf16, adamw) here"
-    raised(resume(tmp_path, places(2), params=other), ForeignError, words)
+    assert_raised(resume(tmp_path, places(2), params=other), ForeignError, words)
     fewer = PARAMS[:-1]
-    raised(resume(tmp_path, places(2), params=fewer), ForeignError, "'second.weight'")
+    assert_raised(resume(tmp_path, places(2), params=fewer), ForeignError, "'second.weight'")
 
 
 def test_a_damaged_byte_is_found(tmp_path):
@@ -269,11 +272,13 @@ def test_a_damaged_byte_is_found(tmp_path):
     content[100] ^= 1
     path.write_bytes(content)
     found = resume(tmp_path, places(2))
-    assert any(isinstance(one, DamagedError) and str(path) in str(one) for one in found), found
-    assert not any(isinstance(one, int) for one in found[1:])
+    assert any(isinstance(error, DamagedError) and str(path) in str(error) for error in found), (
+        found
+    )
+    assert not any(isinstance(error, int) for error in found[1:])
 
 
-def test_a_full_disk_costs_nothing_that_was_there(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_earlier_snapshots_intact(tmp_path, monkeypatch):
     train(tmp_path, places(2), [1])
     write = snapshot_files.write_all
 
@@ -299,8 +304,8 @@ def test_a_full_disk_costs_nothing_that_was_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_who_does_not_hear_that_all_is_well_removes_nothing(tmp_path, shared):  # Rule 3
-    """Others may have heard it, and have made their markers."""
+def test_a_rank_that_misses_the_commit_removes_nothing(tmp_path, shared):  # Rule 3
+    """Other ranks may have received it and written their markers."""
     if shared:
         (tmp_path / "h0").mkdir()
         (tmp_path / "h1").symlink_to(tmp_path / "h0")
@@ -312,32 +317,32 @@ def test_who_does_not_hear_that_all_is_well_removes_nothing(tmp_path, shared):  
         rounds, gather = [], links.gather
 
         def breaks(message, what):
-            """A round of rank 1 is lost on its way back: the last one before the markers."""
+            """Lose rank 1's answer in the last round before the markers."""
             rounds.append(what)
             last = rounds.count("the snapshot of step 2") == 3
             try:
-                told = gather(message, what) if links.rank == 0 else cut(message, what, last)
+                answers = gather(message, what) if links.rank == 0 else cut(message, what, last)
             except (queue.Empty, LostError) as error:
                 links.broken = True
                 raise LostError("a cable") from error
             if last:
-                links.patience_s = 0.5  # for rank 1, which does not come any more
-            return told
+                links.patience_s = 0.5  # rank 1 no longer answers
+            return answers
 
         def cut(message, what, last):
-            told = gather(message, what)
+            answers = gather(message, what)
             if last:
                 deadline = time.monotonic() + 20
                 while not [*tmp_path.glob("h0/snapshots/step-0000000002.*/rank-0.committed")]:
-                    assert time.monotonic() < deadline, "rank 0 makes no marker"
+                    assert time.monotonic() < deadline, "rank 0 wrote no marker"
                     time.sleep(0.01)
                 raise LostError("a cable")
-            return told
+            return answers
 
         links.gather = breaks
         kept.save(2, RandomSource(spread(1, 2)[links.rank], version=2), {"job": b"step 2"})
 
-    raised(run_ranks(places(2), rank), LostError, "a cable")
+    assert_raised(run_ranks(places(2), rank), LostError, "a cable")
     assert len([*tmp_path.glob("h*/snapshots/step-0000000002.*/*.committed")]) == 1 + shared
     assert resume(tmp_path, places(2)) == [2, 2]
 
@@ -357,7 +362,7 @@ def test_the_run_directory_knows_of_a_later_snapshot(tmp_path):
     assert isinstance(found[0], GoneError)
 
 
-def test_who_has_no_part_gets_all_from_others(tmp_path):
+def test_a_rank_without_a_part_gets_all_pieces_from_others(tmp_path):
     train(tmp_path, places(2), [1])
     assert resume(tmp_path, places(3)) == [1] * 3
 
@@ -373,7 +378,7 @@ def test_a_part_of_nothing(tmp_path):
     assert resume(tmp_path, places(2)) == [1, 1]
 
 
-def test_going_back_needs_the_word_of_the_run_directory_too(tmp_path):
+def test_going_back_needs_the_mark_of_the_run_directory_too(tmp_path):
     root, run = tmp_path / "disks", tmp_path / "run"
     run.mkdir()
     train(root, places(2), [1, 2], mark=Mark(run))

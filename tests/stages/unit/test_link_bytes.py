@@ -23,7 +23,9 @@ NOTHING = BoundaryBytes(0, 0)
 
 
 def total(links: Links, kind: TrafficKind) -> float:
-    return sum(nbytes for (_, _, one), nbytes in links.items() if one is kind)
+    return sum(
+        nbytes for (_, _, kind_of_traffic), nbytes in links.items() if kind_of_traffic is kind
+    )
 
 
 @given(
@@ -55,7 +57,7 @@ def test_every_micro_batch_crosses_every_boundary_once_each_way(
 def test_parts_cross_the_boundary_from_the_last_stage_to_the_first() -> None:
     parallelism = Parallelism(pp=2, virtual_stages=3)
     links = link_bytes(parallelism, 4, BoundaryBytes(10, 10), [StageBytes()] * 2)
-    # three times from stage 0 to 1, twice back to it; gradients the other way
+    # three times from stage 0 to 1, twice back; gradients in the opposite direction
     assert (
         links[0, 1, TrafficKind.ACTIVATIONS] == links[1, 0, TrafficKind.ACTIVATION_GRADIENTS] == 120
     )
@@ -65,7 +67,7 @@ def test_parts_cross_the_boundary_from_the_last_stage_to_the_first() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])
-def test_a_sharded_optimizer_sends_what_is_not_its_own(width: int) -> None:
+def test_a_sharded_optimizer_sends_the_shares_of_other_ranks(width: int) -> None:
     parallelism = Parallelism(pp=2, tp=2, widths=(width, 3))
     links = link_bytes(parallelism, 15, NOTHING, [StageBytes(400, 200), StageBytes()])
     sent: dict[tuple[int, TrafficKind], float] = defaultdict(float)
@@ -82,14 +84,14 @@ def test_a_sharded_optimizer_sends_what_is_not_its_own(width: int) -> None:
     )
 
 
-def test_an_all_reduce_goes_round_twice() -> None:
+def test_an_all_reduce_goes_round_the_ring_twice() -> None:
     links = link_bytes(Parallelism(dp=3), 3, NOTHING, [StageBytes(ring_gradients=2 * 300)])
     assert links == {(a, b, TrafficKind.GRADIENTS): 400 for a, b in ((0, 1), (1, 2), (2, 0))}
 
 
 @given(st.integers(1, 5), st.integers(1, 5))
-def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
-    """Every rank of each stage gets the elements that it keeps the state of, once."""
+def test_a_shared_parameter_is_sent_once_in_each_direction(first: int, last: int) -> None:
+    """Every rank of each stage gets the elements whose state it holds, once."""
     parallelism = Parallelism(pp=3, widths=(first, 2, last))
     shared = [SharedBytes((0, 2), 60)]
     links = link_bytes(parallelism, 10, NOTHING, [StageBytes()] * 3, shared)
@@ -102,6 +104,6 @@ def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
     assert got == pytest.approx(dict.fromkeys(firsts, 60 / first) | dict.fromkeys(lasts, 60 / last))
 
 
-def test_stages_that_are_not_those_of_the_parallelism() -> None:
+def test_stages_that_do_not_match_the_parallelism_are_refused() -> None:
     with pytest.raises(ConfigError, match="`stages` has 1 entries, but pp is 2"):
         link_bytes(Parallelism(pp=2), 1, NOTHING, [StageBytes()])

@@ -1,4 +1,4 @@
-"""Which network a group of ranks takes; what a host has; what NCCL is told."""
+"""The network chosen for a group of ranks, the cards found on a host, and the settings of NCCL."""
 
 from __future__ import annotations
 
@@ -76,18 +76,19 @@ def test_each_group_takes_the_network_of_the_printed_rule() -> None:
         "dp b": ROCE,
         "pp": ETHERNET,
     }
-    assert [one.address for one in chosen["dp b"].cards] == ["10.2.0.3", "10.2.0.4"]
+    assert [card.address for card in chosen["dp b"].cards] == ["10.2.0.3", "10.2.0.4"]
     assert chosen["pp"].card_of(4).address == "10.3.1.3"
     assert chosen["tp"].card_of(1).address == "127.0.0.1"
-    # Rule 6: that faster cards are of no use here is said
+    # Rule 6: unused faster cards are reported
     assert "infiniband of a0, roce of b0" in str(chosen["pp"])
     assert str(chosen["dp a"]) == "dp a: infiniband at 100 MB/s (eth0 of a0 a1)"
 
 
-def test_kinds_that_are_the_same_are_not_enough() -> None:
+def test_equal_kinds_of_cards_need_not_share_a_network() -> None:
     hosts = holmes()
     two_fabrics = [
-        replace(one, cards=(replace(one.cards[0], kind=INFINIBAND), one.cards[1])) for one in hosts
+        replace(host, cards=(replace(host.cards[0], kind=INFINIBAND), host.cards[1]))
+        for host in hosts
     ]
     assert pick(Ranks("dp", (0, 4)), dict(enumerate(two_fabrics))).kind == ETHERNET
     joined = override(
@@ -96,33 +97,35 @@ def test_kinds_that_are_the_same_are_not_enough() -> None:
     assert pick(Ranks("dp", (0, 4)), dict(enumerate(joined))).kind == INFINIBAND
 
 
-def test_rates_decide_before_kinds_where_they_are_known() -> None:
+def test_known_rates_take_precedence_over_kinds() -> None:
     slow, fast = card("ib0", "10.1.0.1", INFINIBAND, 1e9), card("eth0", "10.3.0.1", rate=12e9)
     both = [slow, fast], [replace(slow, address="10.1.0.2"), replace(fast, address="10.3.0.2")]
 
     def chosen(cards):
-        return fastest_common(cards, lambda one: one.fabric_id, lambda one: one.bytes_per_s)[0].kind
+        return fastest_common(cards, lambda card: card.fabric_id, lambda card: card.bytes_per_s)[
+            0
+        ].kind
 
     assert chosen(both) == ETHERNET
-    unknown = [[one if one.kind == INFINIBAND else replace(one, bytes_per_s=0) for one in cards]
+    unknown = [[card if card.kind == INFINIBAND else replace(card, bytes_per_s=0) for card in cards]
                for cards in both]  # fmt: skip
     assert chosen(unknown) == INFINIBAND
 
 
 def test_hosts_of_infiniband_and_of_roce_alone_are_refused() -> None:
-    hosts = {rank: replace(one, cards=one.cards[:1]) for rank, one in enumerate(holmes())}
+    hosts = {rank: replace(host, cards=host.cards[:1]) for rank, host in enumerate(holmes())}
     with pytest.raises(ConfigError, match=r"InfiniBand and RoCE cards cannot talk.*no Ethernet"):
         pick(Ranks("dp 0", (0, 4)), hosts)
     assert pick(Ranks("dp 0", (0, 2)), hosts).kind == INFINIBAND
 
 
-def test_one_fabric_of_two_kinds_is_refused() -> None:
+def test_a_fabric_of_two_kinds_is_refused() -> None:
     mixed = override(holmes(), [NetworkStatement(interface="eth0", fabric="fast")])
     with pytest.raises(ConfigError, match="fabric fast has eth0 of host a1, which is infiniband"):
         choose_networks([Ranks("pp", (2, 4))], mixed)
 
 
-def test_roce_is_ethernet_inside_its_subnet_and_ethernet_is_routed() -> None:
+def test_roce_stays_inside_its_subnet_and_ethernet_is_routed() -> None:
     roce, plain = host("a", card("p0", "10.1.0.1", ROCE)), host("b", card("p0", "10.1.0.2"))
     far = host("c", card("p0", "10.9.0.1"))
     assert pick(Ranks("g", (0, 1)), {0: roce, 1: plain}).kind == ETHERNET
@@ -133,10 +136,10 @@ def test_roce_is_ethernet_inside_its_subnet_and_ethernet_is_routed() -> None:
 
 def test_statements() -> None:
     plain = [
-        replace(one, cards=tuple(replace(c, kind=ETHERNET, bytes_per_s=0) for c in one.cards))
-        for one in holmes()
+        replace(host, cards=tuple(replace(c, kind=ETHERNET, bytes_per_s=0) for c in host.cards))
+        for host in holmes()
     ]
-    said = [
+    statements = [
         checked(NetworkStatement, tree)
         for tree in (
             {"hosts": "a*", "interface": "eth0", "kind": "infiniband", "rate": "800Mbit/s"},
@@ -144,7 +147,7 @@ def test_statements() -> None:
             {"hosts": ["b1"], "interface": "eth1", "use": False},
         )
     ]
-    a, b = override(plain, said)[0], override(plain, said)[-1]
+    a, b = override(plain, statements)[0], override(plain, statements)[-1]
     assert [(c.kind, c.bytes_per_s) for c in a.cards] == [(INFINIBAND, 100e6), (ETHERNET, 0)]
     assert [(c.kind, c.bytes_per_s) for c in b.cards] == [(ROCE, 75e6)]
 
@@ -158,30 +161,30 @@ def test_statements() -> None:
         ({"hosts": "a1", "interface": "eth0", "kind": "roce"}, "its link layer is infiniband"),
     ],
 )
-def test_statements_that_cannot_be(tree, reason) -> None:
+def test_invalid_statements_are_refused(tree, reason) -> None:
     hosts = [
-        replace(one, cards=tuple(replace(c, found="" if c.kind == ETHERNET else c.kind)
-                                 for c in one.cards))
-        for one in holmes()
+        replace(host, cards=tuple(replace(c, found="" if c.kind == ETHERNET else c.kind)
+                                 for c in host.cards))
+        for host in holmes()
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=reason):
         override(hosts, [checked(NetworkStatement, tree)])
 
 
 @pytest.mark.parametrize("tree", [{}, {"kind": "roce"}, {"subnet": "10.1.0.7/16"}, {"subent": "x"}])
-def test_statements_that_say_nothing_are_no_statements(tree) -> None:
+def test_meaningless_statements_are_refused(tree) -> None:
     with pytest.raises(ConfigError):
         checked(NetworkStatement, tree)
 
 
-def test_an_address_that_several_hosts_have_is_no_use() -> None:
+def test_an_address_shared_by_several_hosts_is_ignored() -> None:
     docker = card("docker0", "172.17.0.1")
-    a, b = (replace(one, cards=(docker, *one.cards)) for one in (holmes()[0], holmes()[2]))
+    a, b = (replace(host, cards=(docker, *host.cards)) for host in (holmes()[0], holmes()[2]))
     assert [c.interface for c in override([a, a, b], [])[2].cards] == ["eth0", "eth1"]
     assert len(override([a, a], [])[0].cards) == 3
 
 
-def test_what_nccl_can_be_told() -> None:
+def test_settings_of_nccl() -> None:
     chosen = choose_networks(
         [Ranks("tp", (0, 1)), Ranks("dp", (0, 2)), Ranks("pp", (2, 4))], holmes()
     )
@@ -194,7 +197,7 @@ def test_what_nccl_can_be_told() -> None:
     assert "'eth9'" in nccl_network(chosen["pp"], 2, {"NCCL_SOCKET_IFNAME": "eth9"}).unbound
 
 
-def test_a_world_that_does_not_connect_says_who_and_where(monkeypatch) -> None:  # Rule 5
+def test_a_failed_connection_names_ranks_and_network(monkeypatch) -> None:  # Rule 5
     def fails(*_, **__):
         raise RuntimeError("connectFullMesh failed\nC++ stack")
 
@@ -214,7 +217,7 @@ def interface(mac, address, speed=1000, family=None, netmask="255.255.0.0"):
     )
 
 
-def test_what_a_host_has(tmp_path, monkeypatch) -> None:
+def test_cards_of_a_host(tmp_path, monkeypatch) -> None:
     """A host with one card of each kind, a bridge, and an interface of another namespace."""
     have = {
         "lo": interface("00", "127.0.0.1"),
@@ -222,7 +225,8 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         "ens1": interface("a1", "10.2.0.1"),
         "eth0": interface("a2", "10.3.0.1", 25000),
         "docker0": interface("a3", "172.17.0.1"),
-        "br0": interface("a7", "10.6.0.1"),  # as virtual machines' hosts have: its port is a card
+        # as on hosts of virtual machines: a card is a port of the bridge
+        "br0": interface("a7", "10.6.0.1"),
         "eth1": interface("a5", "fd00::5%eth1", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "eth2": interface("a6", "fe80::5", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "ib9": interface("a4", "10.4.0.1"),
@@ -257,5 +261,5 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         ("eth0", ETHERNET, 3.125e9, "", "10.5.0.0/16"),
         ("br0", ETHERNET, 125e6, "", "10.6.0.0/16"),
         ("eth1", ETHERNET, 125e6, "", "fd00::/32"),
-        ("ib9", ETHERNET, 125e6, "", "10.4.0.0/16"),  # sysfs shows another one of that name
+        ("ib9", ETHERNET, 125e6, "", "10.4.0.0/16"),  # sysfs shows another card of that name
     ]

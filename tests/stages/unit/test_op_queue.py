@@ -1,4 +1,4 @@
-"""The thread that carries a rank's collective operations: who waits hears what went wrong."""
+"""The thread that runs a rank's collective operations: a waiting caller gets its error."""
 
 import threading
 
@@ -21,8 +21,9 @@ def job(what, begin=lambda: None, end=lambda: None):
 
 
 @pytest.mark.parametrize("wait", ["all", "one"])
-def test_who_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
-    """The failure ends all jobs, so nothing is under way any more: that is no success."""
+def test_a_caller_that_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
+    """The failure ends all jobs, so none is in progress any more, which must not count as
+    success."""
     queue, go, done = CollectiveQueue("stage 1", 5.0), threading.Event(), []
     queue.put(job("a sum", lambda: go.wait(5) and fails()))
     queue.put(job("another", end=lambda: done.append(1)))
@@ -33,11 +34,11 @@ def test_who_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
         queue.wait_all("what was over before")
     with pytest.raises(LostError, match="gone"):
         queue.put(job("one more"))
-    queue.close()  # somebody has heard of it
+    queue.close()  # the error has been raised once already
     assert not done
 
 
-def test_jobs_that_are_abandoned_while_one_begins():
+def test_jobs_are_abandoned_while_another_begins():
     queue, begun, go = CollectiveQueue("stage 1", 5.0), threading.Event(), threading.Event()
     queue.put(job("a sum", lambda: begun.set() or (go.wait(5) and None)))
     queue.put(job("never", fails))

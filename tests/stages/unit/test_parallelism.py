@@ -109,9 +109,9 @@ def test_one_forward_one_backward() -> None:
     assert [run.last for run in order] == [False] * 7 + [True]
 
 
-def test_interleaved_is_the_papers() -> None:
-    """Narayanan et al. (2021), Figure 4, below: 4 stages of 2 parts, 8 micro-batches (from 1;
-    the second part's marked); the last stage."""
+def test_the_interleaved_schedule_equals_the_papers() -> None:
+    """Narayanan et al. (2021), Figure 4, bottom: the last of 4 stages with 2 parts and 8
+    micro-batches (counted from 1, those of the second part marked)."""
     order = PipelineShape(3, 0, (1,) * 4, 2, 8).order()
     text = " ".join(run.what[0] + str(run.micro + 1) + "'" * run.part for run in order)
     assert text.startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
@@ -120,10 +120,11 @@ def test_interleaved_is_the_papers() -> None:
         PipelineShape(0, 0, (1,) * 4, 2, 6).order()
 
 
-def talk(
+def run_stages(
     stages: int, num_microbatches: int, parts: int, pick: Callable[[int], int]
 ) -> list[tuple[int, RunBlocks]]:
-    """Everything that runs, of state machines whose messages arrive in any order."""
+    """Run state machines whose messages arrive in any order. Returns all runs of blocks in
+    order."""
     shapes = [PipelineShape(s, 0, (1,) * stages, parts, num_microbatches) for s in range(stages)]
     machines = [StageStateMachine(shape) for shape in shapes]
     todo: list[tuple[int, RunBlocks]] = [
@@ -147,13 +148,13 @@ def talk(
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_stages_that_talk_finish(
+def test_stages_finish_for_any_order_of_messages(
     stages: int, num_microbatches: int, parts: int, random: Random
 ) -> None:
-    """However messages arrive, every part of every stage runs every micro-batch once each way,
-    the gradients of each are whole once, and no stage holds more than its depth."""
+    """Every part of every stage runs every micro-batch once in each direction, its gradients are
+    complete once, and no stage holds more activations than its depth."""
     num_microbatches = num_microbatches * stages if parts > 1 else num_microbatches
-    done = talk(stages, num_microbatches, parts, random.randrange)
+    done = run_stages(stages, num_microbatches, parts, random.randrange)
     assert sorted((s, r.what, r.micro, r.part) for s, r in done) == sorted(
         (s, what, m, k)
         for s in range(stages)
@@ -168,9 +169,9 @@ def test_stages_that_talk_finish(
 
 @pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
-def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
-    """Equal stages, a forward of 1 / v and a backward of 2 / v, messages that take no time: a
-    step is 3 m + 3 (p - 1) / v long (Narayanan et al., 2021, section 2.2)."""
+def test_the_bubble_equals_the_papers(stages: int, turns: int, parts: int) -> None:
+    """With equal stages, a forward of 1 / v, a backward of 2 / v and messages that take no time, a
+    step takes 3 m + 3 (p - 1) / v (Narayanan et al., 2021, section 2.2)."""
     num_microbatches, now, ends, numbers = (
         turns * stages,
         Fraction(),
@@ -198,7 +199,7 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_balanced_stages_are_the_best_of_all(seed: int) -> None:
-    """Against every choice there is, with ends, different speeds, layers and memories."""
+    """Against brute force, with embeddings and heads, different speeds, layers and memories."""
     rng = Random(seed)
     layers = rng.randint(2, 8)
     n = rng.randint(1, min(4, layers))
@@ -253,9 +254,9 @@ print(solver.objective_value / 2)
 
 
 @pytest.mark.parametrize(("layers", "n"), [pytest.param(48, 8, marks=pytest.mark.slow), (31, 7)])
-def test_balanced_stages_are_those_of_a_solver(layers: int, n: int) -> None:
-    """OR-Tools' CP-SAT on sizes that cannot be tried one by one; in a process of its own, as a
-    process that has both it and NIXL (plugins/rdma) crashes."""
+def test_balanced_stages_equal_those_of_a_solver(layers: int, n: int) -> None:
+    """OR-Tools' CP-SAT on sizes too large for brute force. It runs in a separate process, since a
+    process with both CP-SAT and NIXL (plugins/rdma) crashes."""
     rng = Random(layers)
     weights = [rng.choice([3, 4, 5]) for _ in range(layers)]
     speeds, end = [rng.choice([1, 2]) for _ in range(n)], rng.randint(0, 20)
@@ -288,7 +289,7 @@ def test_balanced_stages_are_no_slower_than_the_papers() -> None:
         )
 
 
-def test_even_stages_where_they_are_as_fast() -> None:
+def test_even_stages_are_chosen_if_they_are_as_fast() -> None:
     assert balanced([1.0] * 10, [1.0] * 4) == (3, 3, 2, 2)
     assert balanced([1.0] * 32, [1.0] * 4, ends=(0, 2.4)) == (8, 9, 9, 6)
     assert balanced([1.0] * 3, [1.0] * 4) is None

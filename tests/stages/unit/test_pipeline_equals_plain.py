@@ -1,5 +1,6 @@
-"""A pipeline whose ranks are threads gives the losses and gradients of one process. Messages arrive
-as late as they may: a buffer holds NaN from the moment its receive is posted until it is awaited."""
+"""A pipeline whose ranks are threads gives the losses and gradients of a single process. Messages
+arrive as late as possible: a buffer holds NaN from the moment its receive is posted until it is
+awaited."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def loss_of(result: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 class LateLinks:
-    """`sent` is common to all ranks: a queue for each pair of sender and receiver. `breaks`: the
-    number of the wait at which the connection is lost; 0: none."""
+    """Links that deliver messages only when awaited. sent: Shared by all ranks, a queue for each
+    pair of sender and receiver. breaks: Number of the wait at which the connection is lost, or 0
+    for none."""
 
     def __init__(self, sent: dict, breaks: int = 0) -> None:
         self.sent, self.breaks = sent, breaks
@@ -78,12 +80,12 @@ class LateLinks:
         self.wait_s += 1.0
 
     def flush(self) -> None:
-        assert not self.buffers, "a receive was posted that nobody waits for"
+        assert not self.buffers, "a posted receive was never awaited"
         self.flushes += 1
 
 
 def ranks_of(widths, layers, micros, breaks=0) -> tuple[nn.Module, list[Pipeline], list]:
-    """The plain model, the pipelines of all ranks, and the copy of the model of each."""
+    """Return the plain model, the pipelines of all ranks, and the model copy of each rank."""
     plain = Chain(sum(layers))
     stages, stops = len(widths), [0, *accumulate(layers)]
     cuts = Cuts(plain, batch(0).args, {})
@@ -127,7 +129,7 @@ def gradients(models: list[dict[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
         pytest.param((1,), (1, 2), 3, id="two parts on one rank"),
     ],
 )
-def test_a_pipelines_losses_and_gradients_are_those_of_one_process(
+def test_a_pipeline_gives_the_losses_and_gradients_of_a_single_process(
     widths, layers, micros
 ) -> None:  # Rule 1
     plain, pipelines, models = ranks_of(widths, layers, micros)

@@ -1,5 +1,5 @@
-"""A rank's part of a step and of an evaluation, with parts and links that only note what passes;
-and what all ranks of a job must have alike."""
+"""A rank's part of a step and of an evaluation, with fake parts and links that record messages; and
+the options that must be equal on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roadtrain.stages.stage_model import MicroBatch
 
 
 class PassesOn:
-    """A part whose block returns what it got, the buffer itself."""
+    """A part whose block returns its input buffer unchanged."""
 
     is_last = False
 
@@ -35,7 +35,7 @@ class PassesOn:
 
 
 class NotedLinks:
-    """Messages arrive at once; those that are sent may be on their way for long."""
+    """Links whose messages arrive at once, while sends may stay in transit for long."""
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class NotedLinks:
     def flush(self) -> None: ...
 
 
-def test_an_evaluation_does_not_write_to_what_is_being_sent() -> None:  # Rule 6
+def test_an_evaluation_does_not_overwrite_a_buffer_being_sent() -> None:  # Rule 6
     links = NotedLinks()
     pipeline = Pipeline(PipelineShape(1, 0, (1, 1, 1), 1, 3), [PassesOn()], links)
     pipeline.evaluate(lambda micro: MicroBatch())
@@ -60,7 +60,7 @@ def test_an_evaluation_does_not_write_to_what_is_being_sent() -> None:  # Rule 6
 
 
 class OneRank:
-    """What a ParallelTraining asks of what it is made of."""
+    """Stands for the stage model, the optimizer and the pipeline of a ParallelTraining."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.segments = model, ()
@@ -73,11 +73,11 @@ class OneRank:
         raise OSError("the data is not there")
 
 
-def test_after_an_error_nothing_follows_and_modes_are_as_before() -> None:  # Rule 6
-    """What was sent before the error would be taken for the next step's."""
+def test_after_an_error_no_step_follows_and_modes_are_restored() -> None:  # Rule 6
+    """Messages sent before the error would be taken for those of the next step."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
-    one = OneRank(model)
-    training = ParallelTraining(None, one, one, one)
+    rank = OneRank(model)
+    training = ParallelTraining(None, rank, rank, rank)
     with pytest.raises(OSError, match="not there"):
         training.evaluate(lambda micro: MicroBatch())
     assert [module.training for module in model.modules()] == [True, True, False]
@@ -86,8 +86,8 @@ def test_after_an_error_nothing_follows_and_modes_are_as_before() -> None:  # Ru
             again(lambda micro: MicroBatch())
 
 
-def test_what_ranks_must_have_alike(tmp_path) -> None:  # Rule 6
-    """Stages of other sizes would leave blocks out, or run them twice."""
+def test_options_that_must_be_equal_on_all_ranks(tmp_path) -> None:  # Rule 6
+    """Different stage sizes would leave blocks out or run them twice."""
     options = ParallelOptions(Parallelism(pp=2, stages=(2, 4)), 4, stores={0: Memory()})
     others = [
         replace(options, parallelism=Parallelism(pp=2, stages=(3, 3))),
@@ -98,6 +98,6 @@ def test_what_ranks_must_have_alike(tmp_path) -> None:  # Rule 6
         ParallelOptions(Parallelism(pp=2), 4, resize_stages=0.1),
         ParallelOptions(Parallelism(pp=2), 4, stages="measured"),
     ]
-    told = [one.describe() for one in (options, *others)]
-    assert len({*told}) == len(told)
-    assert replace(options, weights=str(tmp_path), deadline_s=5.0).describe() == told[0]
+    described = [each.describe() for each in (options, *others)]
+    assert len({*described}) == len(described)
+    assert replace(options, weights=str(tmp_path), deadline_s=5.0).describe() == described[0]

@@ -1,5 +1,5 @@
-"""stages/protocol/pipeline.py where stages have different numbers of replicas: nobody waits for ever, what
-is held is bounded, and receives can be posted ahead in the order of the sends (NCCL's rule)."""
+"""stages/protocol/pipeline.py with different numbers of replicas per stage: no rank waits for ever,
+memory is bounded, and receives can be posted ahead in the order of the sends (NCCL's rule)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Channel = tuple[int, str, Rank, Rank]  # (boundary, direction, sender, receiver)
 
 @dataclass
 class Pipeline:
-    """The state machines of all ranks of all stages, on a clock of their own."""
+    """The state machines of all ranks of all stages, on a virtual clock."""
 
     widths: Sequence[int]
     num_microbatches: int
@@ -42,7 +42,7 @@ class Pipeline:
     held: dict[Rank, int] = field(default_factory=lambda: defaultdict(int))
     most_held: dict[Rank, int] = field(default_factory=lambda: defaultdict(int))
     ran: list[tuple[Rank, RunBlocks]] = field(default_factory=list)
-    # transfers in the order in which they were sent
+    # transfers in the order of their sends
     sent: dict[Channel, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Pipeline:
 
 
 def random_run(pipeline: Pipeline, random: Random) -> None:
-    """Runs and deliveries of random durations: messages overtake each other."""
+    """Run with random durations of runs and deliveries, so that messages overtake each other."""
 
     def some() -> Fraction:
         return Fraction(random.choice((0, 1, 1, 2, 3, 7, 20)), 3)
@@ -114,8 +114,8 @@ def random_run(pipeline: Pipeline, random: Random) -> None:
 def test_stages_of_any_widths_finish(
     widths: list[int], num_microbatches: int, random: Random
 ) -> None:
-    """Also with fewer micro-batches than replicas, some of which then have nothing to do.
-    # Rule 5: nobody waits for what never comes. # Rule 4: what is held is bounded."""
+    """Including fewer micro-batches than replicas, some of which are then idle. No rank waits for a
+    message that never arrives (Rule 5), and held activations are bounded (Rule 4)."""
     pipeline = Pipeline(widths, num_microbatches)
     random_run(pipeline, random)
     assert all(machine.finished for machine in pipeline.machines.values())
@@ -130,14 +130,19 @@ def test_stages_of_any_widths_finish(
         assert most == PipelineShape(stage, replica, tuple(widths), 1, num_microbatches).ahead
 
 
-def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list[Transfer]]:
-    """Of a rank's `receives` (or `sends`), those of each channel, in order."""
+def transfers_by_channel(
+    pipeline: Pipeline, rank: Rank, ahead_of: bool
+) -> dict[Channel, list[Transfer]]:
+    """The `receives` (or `sends`) of a rank, grouped by channel, in order."""
     machine = pipeline.machines[rank]
     out: dict[Channel, list[Transfer]] = defaultdict(list)
-    for one in machine.receives() if ahead_of else machine.sends():
-        ends = (one.sender.stage, one.sender.replica), (one.receiver.stage, one.receiver.replica)
+    for transfer in machine.receives() if ahead_of else machine.sends():
+        ends = (
+            (transfer.sender.stage, transfer.sender.replica),
+            (transfer.receiver.stage, transfer.receiver.replica),
+        )
         assert ends[ahead_of] == rank and ends[0] != ends[1]
-        out[one.boundary, one.what, *ends].append(one)
+        out[transfer.boundary, transfer.what, *ends].append(transfer)
     return out
 
 
@@ -152,8 +157,8 @@ def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list
 def test_receives_are_in_the_order_of_sends(
     widths: list[int], num_microbatches: int, parts: int, random: Random
 ) -> None:
-    """Between two ranks, on one boundary and in one direction: what is told ahead on both sides
-    is what is then sent, in that order (NCCL matches by order alone)."""
+    """On each channel both ranks predict the transfers that are then sent, in the same order (NCCL
+    matches by order alone)."""
     if parts > 1:
         widths = [widths[0]] * len(widths)
         num_microbatches *= len(widths) * widths[0]
@@ -164,8 +169,8 @@ def test_receives_are_in_the_order_of_sends(
     sends: dict[Channel, list[Transfer]] = {}
     receives: dict[Channel, list[Transfer]] = {}
     for rank in pipeline.machines:
-        sends |= posted(pipeline, rank, False)
-        receives |= posted(pipeline, rank, True)
+        sends |= transfers_by_channel(pipeline, rank, False)
+        receives |= transfers_by_channel(pipeline, rank, True)
     assert sends == receives
     between_ranks = {c: sent for c, sent in pipeline.sent.items() if c[2] != c[3]}
     assert between_ranks == sends
@@ -174,7 +179,7 @@ def test_receives_are_in_the_order_of_sends(
 @given(
     st.integers(1, 5), st.integers(1, 6), st.integers(1, 24), st.integers(1, 3), st.integers(1, 3)
 )
-def test_equal_widths_are_the_order_of_one_replica(
+def test_with_equal_widths_each_replica_runs_in_the_usual_order(
     width: int, stages: int, count: int, parts: int, turns: int
 ) -> None:
     """Micro-batch i of a replica is i width + r of the step."""
@@ -190,9 +195,8 @@ def test_equal_widths_are_the_order_of_one_replica(
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=9))
-def test_the_condition_that_nobody_waits_for_ever(widths: list[int]) -> None:
-    """Of every two stages that follow each other, and no forward more than the stage behind needs
-    to be busy."""
+def test_the_condition_against_deadlock_holds(widths: list[int]) -> None:
+    """For every two adjacent stages, with no more forwards than keep the next stage busy."""
     shapes = [PipelineShape(s, 0, tuple(widths), 1, 10**7) for s in range(len(widths))]
     warm = [shape.first_forwards for shape in shapes]
     assert warm[-1] == 0
@@ -205,9 +209,9 @@ def test_the_condition_that_nobody_waits_for_ever(widths: list[int]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 6))
 def test_every_stage_is_busy(widths: list[int], turns: int) -> None:
-    """Stages whose replicas' time for a micro-batch is in proportion to how many they are take a
-    micro-batch a second each; once the pipeline is full nobody idles: the step is as long as its
-    micro-batches, and the time in which it fills and drains."""
+    """If a replica's time per micro-batch is proportional to the width of its stage, each stage
+    finishes a micro-batch per second. Once the pipeline is full no stage idles: the step takes its
+    micro-batches plus the time to fill and drain."""
     num_microbatches = turns * 12 * len(widths)
     pipeline = Pipeline(widths, num_microbatches)
     seconds = [{FORWARD: Fraction(d), BACKWARD: Fraction(2 * d)} for d in widths]
@@ -241,7 +245,7 @@ def test_a_rank_knows_its_peers() -> None:
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 2), (4, 2), (4, 3)])
 def test_interleaved_stages_begin_with_the_forwards_of_the_paper(stages: int, parts: int) -> None:
-    """Narayanan et al., section 2.2: 2 (p - 1 - s) + (v - 1) p, never more than there are."""
+    """Narayanan et al., section 2.2: min(2 (p - 1 - s) + (v - 1) p, all forwards)."""
     for stage in range(stages):
         warm = 2 * (stages - 1 - stage) + (parts - 1) * stages
         for turns in (1, 2, 8):
@@ -257,13 +261,13 @@ def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
     assert machine.ended(backward) == [] and machine.finished
 
 
-def test_what_passes_inside_a_rank_is_no_transfer() -> None:
+def test_activations_inside_a_rank_are_not_transferred() -> None:
     machine = StageStateMachine(PipelineShape(0, 0, (1,), 3, 4))
     assert machine.sends() == machine.receives() == []
     assert machine.consumer(RunBlocks(FORWARD, 1, part=0)) == Peer(0, 1, 0)
 
 
-def test_interleaved_micro_batches_divide() -> None:
+def test_interleaved_micro_batches_must_divide_evenly() -> None:
     with pytest.raises(
         ConfigError, match=r"6 micro-batches cannot be divided over 2 stages of 2 parts"
     ):

@@ -1,4 +1,5 @@
-"""The sharded optimizer with one rank: hooks, waits, refusals, and the bits of the rules."""
+"""The sharded optimizer on a single rank: hooks, waits, refusals, and bits equal to the update
+rules."""
 
 import time
 from copy import deepcopy
@@ -20,7 +21,7 @@ SMALL = ShardedOptions(bucket_bytes=2048)
 
 
 class ReachedInto(nn.Module):
-    """Its list's items are never called: their parts are."""
+    """A model that calls the parts of its list items but never the items."""
 
     def __init__(self):
         super().__init__()
@@ -42,8 +43,8 @@ class ReachedInto(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Blocks, a module whose children are not called, and weights that are used without their
-    owner."""
+    """Blocks, a module whose children are never called, and weights used without calling their
+    module."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +85,7 @@ def train(model, optimizer, steps, micro=2):
 
 @pytest.fixture
 def made():
-    """`made(model, optimizer)`: a sharded optimizer, closed in the end."""
+    """`made(model, optimizer)` returns a sharded optimizer that the fixture closes."""
     all_made = []
 
     def make(model, optimizer, **options):
@@ -94,8 +95,8 @@ def made():
         return all_made[-1]
 
     yield make
-    for one in all_made:
-        one.close()
+    for sharded in all_made:
+        sharded.close()
 
 
 def adamw(model, **options):
@@ -107,7 +108,7 @@ def momentum(model):
 
 
 def by_rules(model, optimizer, steps, micro=2):
-    """The same training with each rule's plain reference on whole parameters."""
+    """Train with the plain reference of each update rule on whole parameters."""
     rules = rules_for(optimizer)
     state = {}
     losses = []
@@ -168,7 +169,8 @@ def test_overlap_changes_no_bit(made):  # Rule 1
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Until it is updated, which is late, a bucket holds NaN: who does not wait reads it."""
+    """Delay updates and fill a bucket with NaN until its update, so that code that does not wait
+    reads NaN."""
     update = BucketState.update
 
     def late(self, *args):
@@ -182,7 +184,7 @@ def poisoned(monkeypatch):
 
 
 def test_a_model_that_is_never_called_as_a_whole(made, poisoned):  # Rule 6
-    """The loop calls parts of it and uses a weight by itself."""
+    """The loop calls parts of the model and uses a weight directly."""
 
     def loss(model, step):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
@@ -203,7 +205,7 @@ def test_a_model_that_is_never_called_as_a_whole(made, poisoned):  # Rule 6
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_modules_wait_for_what_they_use(made, poisoned, checkpoint):  # Rule 6
+def test_modules_wait_for_the_parameters_they_use(made, poisoned, checkpoint):  # Rule 6
     mine, theirs = Mixed(), Mixed()
     if checkpoint:
         for block in mine.blocks:
@@ -214,9 +216,9 @@ def test_modules_wait_for_what_they_use(made, poisoned, checkpoint):  # Rule 6
     assert train(mine, made(mine, adamw(mine)), 4) == by_rules(theirs, adamw(theirs), 4)
 
 
-def test_blocks_that_are_reached_into_are_waited_for(made, poisoned):  # Rule 6
+def test_calling_parts_of_a_block_waits_for_it(made, poisoned):  # Rule 6
     mine, theirs = ReachedInto(), ReachedInto()
-    options = {"foreach": False, "eps": 1.0}  # noise stays noise
+    options = {"foreach": False, "eps": 1.0}  # keeps rounding noise from growing
     assert train(mine, made(mine, adamw(mine, **options)), 4) == by_rules(
         theirs, adamw(theirs, **options), 4
     )
@@ -233,7 +235,7 @@ def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6
         model(x).sum().backward()
         optimizer.step()
         model.eval()
-        with torch.no_grad():  # takes a way of its own, past the modules inside
+        with torch.no_grad():  # takes another path that bypasses the inner modules
             assert torch.isfinite(model(x)).all()
         model.train()
         optimizer.begin_step(1)
@@ -243,7 +245,7 @@ def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6
 
 
 class ReadsTied(nn.Module):
-    """Two modules have one weight, and the forward reads it before it calls either."""
+    """Two modules share a weight, and the forward reads it before calling either."""
 
     def __init__(self):
         super().__init__()
@@ -258,13 +260,13 @@ class ReadsTied(nn.Module):
         return self.head(torch.tanh(self.body(self.embed(x) + shift)))
 
 
-def test_a_weight_of_two_modules_is_waited_for_before_either_runs(made, poisoned):  # Rule 6
+def test_a_shared_weight_is_waited_for_before_either_module_runs(made, poisoned):  # Rule 6
     mine, theirs = ReadsTied(), ReadsTied()
     assert train(mine, made(mine, adamw(mine)), 4) == by_rules(theirs, adamw(theirs), 4)
 
 
 class TwoWays(nn.Module):
-    """In training it uses the head's weight by itself, as losses that never make all logits do."""
+    """In training uses the head's weight directly, like losses that never compute all logits."""
 
     def __init__(self):
         super().__init__()
@@ -277,7 +279,7 @@ class TwoWays(nn.Module):
         return h @ self.head.weight.T if self.training else self.head(h)
 
 
-def test_an_evaluation_does_not_teach_what_training_calls(made, poisoned):  # Rule 6
+def test_an_evaluation_does_not_change_the_recorded_calls_of_training(made, poisoned):  # Rule 6
     mine, theirs = TwoWays(), TwoWays()
     optimizer = made(mine, momentum(mine), options=ShardedOptions(bucket_bytes=256))
     mine.eval()
@@ -286,8 +288,8 @@ def test_an_evaluation_does_not_teach_what_training_calls(made, poisoned):  # Ru
     assert train(mine, optimizer, 3) == by_rules(theirs, momentum(theirs), 3)
 
 
-def test_no_piece_is_told_of_an_update_that_failed(made, monkeypatch):  # Rule 3
-    """A snapshot of it would be of no step."""
+def test_a_failed_update_yields_no_pieces(made, monkeypatch):  # Rule 3
+    """A snapshot of it would belong to no step."""
     model = Mixed()
     optimizer = made(model, adamw(model))
     train(model, optimizer, 1)
@@ -302,11 +304,11 @@ def test_no_piece_is_told_of_an_update_that_failed(made, monkeypatch):  # Rule 3
 
 
 def test_a_block_does_not_wait_for_others(made, monkeypatch):
-    """The first block runs while the last bucket's update is still held back."""
+    """The first block runs while the update of the last bucket is still pending."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)))
     optimizer = made(model, adamw(model), options=ShardedOptions(bucket_bytes=4096))
     x = torch.randn(2, 32)
-    for _ in range(2):  # now the order is known
+    for _ in range(2):  # afterwards the order is known
         optimizer.begin_step(1)
         model(x).sum().backward()
         optimizer.step()
@@ -334,24 +336,24 @@ def test_a_block_does_not_wait_for_others(made, monkeypatch):
 def test_a_parameter_without_a_gradient_is_left_alone(made):
     model, plain = Mixed(), Mixed()
     optimizer, reference = made(model, momentum(model)), momentum(plain)
-    for one, opt in ((model, optimizer), (plain, reference)):
+    for net, opt in ((model, optimizer), (plain, reference)):
         for step in range(3):
-            if one is model:
+            if net is model:
                 opt.begin_step(1)
-            one.blocks[1].requires_grad_(step != 1)
-            loss_of(one, step).backward()
+            net.blocks[1].requires_grad_(step != 1)
+            loss_of(net, step).backward()
             opt.step()
             reference.zero_grad()
     optimizer.wait_parameters()
     steps = {e.name: optimizer.piece(e).scalars["step"] for e in optimizer.extents()}
     assert steps["blocks.1.0.weight"] == 2 and steps["blocks.0.0.weight"] == 3
-    assert "head.bias" in steps and steps["head.bias"] == 0  # nothing uses it
+    assert "head.bias" in steps and steps["head.bias"] == 0  # it is unused
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_narrow_parameters_have_wide_masters_and_gradients(made):
-    """Each micro-batch's bf16 gradient is added in fp32; masters keep what bf16 cannot."""
+    """The bf16 gradients of micro-batches are added in fp32; masters keep bits that bf16 lacks."""
     model = nn.Linear(64, 64, bias=False).bfloat16()
     master = model.weight.detach().float().view(-1).clone()
     optimizer = made(model, torch.optim.SGD(model.parameters(), lr=1e-4))
@@ -376,8 +378,8 @@ def test_narrow_parameters_have_wide_masters_and_gradients(made):
     assert torch.equal(kept, master)
 
 
-def test_parameters_that_were_narrowed_keep_their_first_values(made):  # Rule 1
-    """As place(dtype=...) does: the masters begin with fp32 values, not with rounded ones."""
+def test_masters_of_converted_parameters_start_from_fp32_values(made):  # Rule 1
+    """Masters start from the fp32 values, not from rounded ones, as in place(dtype=...)."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(True)
     model[1].bias.requires_grad_(False)
     wide = {name: p.detach().clone().view(-1) for name, p in model.named_parameters()}
@@ -387,11 +389,11 @@ def test_parameters_that_were_narrowed_keep_their_first_values(made):  # Rule 1
     )
     optimizer = made(model, momentum(model), masters=masters)
     kept = {e.name: optimizer.piece(e).arrays[VALUE] for e in optimizer.extents()}
-    assert torch.equal(kept.pop("1.bias"), model[1].bias.detach().float())  # nothing updates it
+    assert torch.equal(kept.pop("1.bias"), model[1].bias.detach().float())  # it is never updated
     assert all(torch.equal(kept[name], wide[name]) for name in kept)
 
 
-def test_the_rate_of_the_users_group_is_read_at_each_step(made):
+def test_the_learning_rate_of_the_users_group_is_read_at_each_step(made):
     models = [Mixed(), Mixed()]
     user = torch.optim.SGD(models[0].parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(user, 0.5)
@@ -418,9 +420,9 @@ def test_infinite_gradients_show_in_the_norm(made):
     assert not torch.isfinite(torch.tensor(optimizer.sum_squares()))
 
 
-def test_what_follows_comes_after_what_the_devices_other_stream_has_begun(made, monkeypatch):
-    """Rule 6. That a job has ended says on an accelerator only that its work was handed in: what
-    overwrites gradients, or reads parameters or state, is put behind it."""
+def test_reading_gradients_or_state_joins_the_side_stream(made, monkeypatch):
+    """Rule 6. On an accelerator the end of a job only means that its work was submitted: work that
+    overwrites gradients or reads parameters or state is queued after it."""
     joined = []
     monkeypatch.setattr(SideStream, "join", lambda self: joined.append(self))
     model = Mixed()
@@ -452,8 +454,8 @@ def test_more_gradients_than_in_the_first_step_are_refused(made):
         model(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_weight_that_one_backward_adds_to_twice_is_whole_after_both(made):
-    """Two reentrant checkpoints of one module: two gradients a backward."""
+def test_a_weight_with_two_gradients_per_backward_is_complete_after_both(made):
+    """Two reentrant checkpoints of a module give two gradients per backward."""
     torch.manual_seed(0)
     inner = nn.Linear(8, 8)
     outer = nn.Linear(8, 8)
@@ -481,7 +483,7 @@ def test_a_weight_that_one_backward_adds_to_twice_is_whole_after_both(made):
         torch.testing.assert_close(p, q)
 
 
-def test_without_a_number_of_backwards_the_step_is_the_end(made):
+def test_without_a_number_of_backwards_the_step_ends_accumulation(made):
     mine, theirs = Mixed(), Mixed()
     optimizer = made(mine, adamw(mine))
     for step in range(2):
@@ -493,7 +495,7 @@ def test_without_a_number_of_backwards_the_step_is_the_end(made):
     assert same_parameters(mine, theirs)
 
 
-def test_a_group_that_comes_later_is_refused(made):
+def test_a_later_parameter_group_is_refused(made):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     user = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = made(model, user)
@@ -505,7 +507,7 @@ def test_a_group_that_comes_later_is_refused(made):
 
 
 class Layers(nn.Module):
-    """It runs its layers in the order in which it names them."""
+    """Runs its layers in the order of their names."""
 
     def __init__(self):
         super().__init__()
@@ -525,7 +527,7 @@ def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
     begun = []
     put = optimizer.queue.put
     monkeypatch.setattr(optimizer.queue, "put", lambda job: (begun.append(job.what), put(job)))
-    # the first step shows how often a backward adds to a weight, later ones overlap
+    # the first step counts the gradients of each weight per backward, later steps overlap
     for step, (before, after) in enumerate([(0, 0), (0, 5), (0, 5)]):
         begun.clear()
         optimizer.begin_step(2)
@@ -538,7 +540,7 @@ def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
         ]
         model(torch.ones(2, 32)).backward()
         assert [i for i, _ in seen] == [4, 3, 2, 1, 0]
-        # each begins as soon as its own gradient is there
+        # each sum begins as soon as its gradient is ready
         assert [count for _, count in seen] == ([0, 0, 0, 0, 0] if step == 0 else [0, 1, 2, 3, 4])
         assert len(begun) == after
         assert all(f"bucket {4 - i} of 5" in what for i, what in enumerate(begun))
@@ -550,12 +552,12 @@ def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
             handle.remove()
 
 
-def test_a_stage_may_have_nothing_that_trains(made):
+def test_a_stage_may_have_no_trainable_parameter(made):
     model = nn.Linear(4, 4).requires_grad_(False)
     model.weight.data = model.weight.data.T  # not contiguous
     other = nn.Linear(4, 4)
     user = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-    user.param_groups[0]["params"] = []  # those of other stages
+    user.param_groups[0]["params"] = []  # the parameters of other stages
     optimizer = made(model, user)
     for _ in range(2):
         optimizer.begin_step(1)
@@ -573,8 +575,8 @@ def test_a_stage_may_have_nothing_that_trains(made):
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
 
 
-def test_parts_of_a_stage_are_one_optimizer(made):
-    """Two virtual stages, each with backwards of its own; both have one of the weights."""
+def test_parts_of_a_stage_share_an_optimizer(made):
+    """Two virtual stages with separate backwards that share a weight."""
 
     def build():
         torch.manual_seed(0)
@@ -607,7 +609,7 @@ def test_parts_of_a_stage_are_one_optimizer(made):
             torch.testing.assert_close(p, q)
 
 
-def test_a_step_that_nobody_took_is_refused(made):
+def test_a_second_begin_step_without_a_step_is_refused(made):
     model = Mixed()
     optimizer = made(model, adamw(model))
     optimizer.begin_step(1)
@@ -616,7 +618,7 @@ def test_a_step_that_nobody_took_is_refused(made):
         optimizer.begin_step(1)
 
 
-def test_what_was_frozen_cannot_begin_to_train(made):
+def test_a_frozen_parameter_cannot_start_to_train(made):
     model = Mixed()
     model.embed.weight.requires_grad_(False)
     optimizer = made(model, adamw(model))
@@ -638,7 +640,7 @@ def test_a_gradient_that_backward_did_not_add_is_refused(made):  # Rule 6
         optimizer.step()
 
 
-def test_what_cannot_be_is_refused():
+def test_unsupported_arguments_are_refused():
     model = Mixed()
     quiet = {"report": lambda line: None}
     with pytest.raises(RuleError, match="LBFGS"):
@@ -651,7 +653,7 @@ def test_what_cannot_be_is_refused():
         ShardedOptimizer(wide, adamw(wide), **quiet)
 
 
-def test_pieces_bring_the_whole_state(made):  # Rule 3
+def test_pieces_carry_the_whole_state(made):  # Rule 3
     model = Mixed()
     model.attend.in_proj_bias.requires_grad_(False)
     optimizer = made(model, adamw(model))
@@ -664,7 +666,7 @@ def test_pieces_bring_the_whole_state(made):  # Rule 3
         for p in other.parameters():
             p.add_(1.0)
     other.attend.in_proj_bias.requires_grad_(False)
-    # other buckets, so other pieces than it wants
+    # other buckets, so the pieces are cut differently
     again = made(other, adamw(other), options=ShardedOptions(bucket_bytes=777))
     again.load(iter(pieces), 3)
     assert again.steps_done == 3 and same_parameters(model, other)
@@ -672,7 +674,7 @@ def test_pieces_bring_the_whole_state(made):  # Rule 3
     assert same_parameters(model, other)
 
 
-def test_pieces_of_values_alone_begin_anew(made):
+def test_pieces_with_values_alone_reset_the_state(made):
     model, fresh = Mixed(), Mixed()
     optimizer = made(model, adamw(model))
     train(model, optimizer, 2)
@@ -684,7 +686,7 @@ def test_pieces_of_values_alone_begin_anew(made):
     assert train(model, optimizer, 2) == train(fresh, made(fresh, adamw(fresh)), 2)
 
 
-def test_a_state_that_lacks_something_is_refused(made):
+def test_an_incomplete_state_is_refused(made):
     model = Mixed()
     optimizer = made(model, adamw(model))
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]

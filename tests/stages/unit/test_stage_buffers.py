@@ -1,4 +1,4 @@
-"""Buffers of a model in stages are those of the snapshot, whatever stages there were."""
+"""Buffers of a model in stages equal those of the snapshot, whatever its stages were."""
 
 import copy
 
@@ -21,7 +21,7 @@ X = torch.arange(12.0).view(4, 3)
 
 
 class Model(nn.Module):
-    """It counts its forwards; what is before, in and behind the blocks has running means."""
+    """Counts its forwards; modules before, in and after the blocks have running means."""
 
     def __init__(self, width=3):
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
         return self.head(self.behind(x))
 
 
-def staged(model, *segments, cuts=None):
+def stages_of(model, *segments, cuts=None):
     """Stages of copies of `model`."""
     cuts = cuts or Cuts(model, (X,), {})
     stages = [StageModel(copy.deepcopy(model), cuts, [segment]) for segment in segments]
@@ -76,28 +76,28 @@ def same(found, want):
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-def test_a_recorded_forward_counts_for_nothing():  # Rule 6
+def test_the_recorded_forward_changes_no_buffer():  # Rule 6
     model = Model()
     Cuts(model, (X,), {})
     same(persistent(model), persistent(Model()))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1, 1)])
-def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
+def test_each_buffer_is_saved_by_the_stage_that_changes_it(sizes):  # Rule 3
     whole, begin, segments = Model(), 0, []
     for size in sizes:
         segments.append(Segment(begin, begin + size))
         begin += size
-    stages = staged(whole, *segments)
+    stages = stages_of(whole, *segments)
     for _ in range(2):
         forward(stages)
         whole(X)
-    (again,) = staged(Model(), Segment(0, 3))
+    (again,) = stages_of(Model(), Segment(0, 3))
     restore_buffers(blobs_of(stages), again)
     same(persistent(again.model), persistent(whole))
-    told = [name for stage in stages for name in own_buffers(stage)]
-    assert sorted(told) == sorted(persistent(whole))
-    later = staged(Model(), Segment(0, 2), Segment(2, 3))
+    names = [name for stage in stages for name in own_buffers(stage)]
+    assert sorted(names) == sorted(persistent(whole))
+    later = stages_of(Model(), Segment(0, 2), Segment(2, 3))
     for stage in later:
         restore_buffers(blobs_of(stages), stage)
     forward(later)
@@ -107,7 +107,7 @@ def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
 
 
 class Together:
-    """As ControlLinks of one rank a stage."""
+    """Stands for ControlLinks with one rank per stage."""
 
     def __init__(self, stages):
         self.stages = stages
@@ -118,7 +118,7 @@ class Together:
 
 def test_blocks_that_move_keep_their_buffers():
     whole = Model()
-    stages = staged(whole, Segment(0, 1), Segment(1, 3))
+    stages = stages_of(whole, Segment(0, 1), Segment(1, 3))
     forward(stages)
     whole(X)
     gathered = gather_buffers(stages[0], Together(stages))
@@ -132,16 +132,16 @@ def test_blocks_that_move_keep_their_buffers():
         moved.append(new)
     forward(moved)
     whole(X)
-    (again,) = staged(Model(), Segment(0, 3))
+    (again,) = stages_of(Model(), Segment(0, 3))
     restore_buffers(blobs_of(moved), again)
     same(persistent(again.model), persistent(whole))
 
 
 def test_none_is_nothing_and_another_shape_is_refused():
     plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2)))
-    (stage,) = staged(plain, Segment(0, 2), cuts=Cuts(plain, (X,), {}, ["0", "1"]))
+    (stage,) = stages_of(plain, Segment(0, 2), cuts=Cuts(plain, (X,), {}, ["0", "1"]))
     assert buffers_blob(stage, 0) == {}
-    (three,) = staged(Model(), Segment(0, 3))
+    (three,) = stages_of(Model(), Segment(0, 3))
     wide = Model(4)
     four = StageModel(wide, Cuts(wide, (torch.zeros(2, 4),), {}), [Segment(0, 3)])
     with pytest.raises(ForeignError, match=r"has the shape \(3,\) in the snapshot, but \(4,\) in"):

@@ -1,5 +1,5 @@
-"""stages/protocol/step_model.py and stage_sizes.py: the step's length as the state machines run it, the
-exact search against all sizes there are, the paper's formula."""
+"""stages/protocol/step_model.py and stage_sizes.py: step times against the state machines, the
+exact search against brute force, the paper's formula."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, Step
 from tests.support.step_works import still_work
 
 
-def played(work: StepWork, sizes: tuple[int, ...]) -> float:
-    """The machines on a virtual clock: events in the order of time, one run at a time a replica,
-    one message at a time of a replica over a boundary and direction."""
+def simulated_seconds(work: StepWork, sizes: tuple[int, ...]) -> float:
+    """Run the state machines on a virtual clock: one run at a time per replica, and one message at
+    a time per replica, boundary and direction. Returns the step time."""
     p, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
@@ -111,12 +111,12 @@ def all_sizes(work: StepWork) -> list[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(works())
-def test_the_step_is_as_long_as_the_machines_take(work: StepWork) -> None:
-    """Rule 7: with widths, interleaved parts, messages and updates."""
+def test_the_modeled_step_time_equals_that_of_the_machines(work: StepWork) -> None:
+    """Rule 7, with unequal widths, interleaved parts, messages and updates."""
     many = all_sizes(work)
     found = StepModel(work).seconds_of_all(many)
     for sizes, step_s in list(zip(many, found.tolist()))[:5]:
-        assert step_s == pytest.approx(played(work, sizes))
+        assert step_s == pytest.approx(simulated_seconds(work, sizes))
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (3, 9, 3)])
@@ -130,7 +130,7 @@ def test_equal_stages_take_the_papers_time(p: int, m: int, v: int) -> None:
 @settings(deadline=None, max_examples=200)
 @given(works(), st.sampled_from([99.0, 4.0, 3.0, 2.0]), st.integers(0, 3))
 def test_the_exact_search_finds_the_best_of_all(work: StepWork, room: float, less: int) -> None:
-    """Against every choice there is, under memories of different sizes."""
+    """Against brute force, with different memory limits."""
 
     def fits(stage: int, blocks: tuple[range, ...]) -> bool:
         return sum(map(len, blocks)) <= room * work.virtual_stages - (stage == less)
@@ -142,14 +142,18 @@ def test_the_exact_search_finds_the_best_of_all(work: StepWork, room: float, les
         return
     best = min(StepModel(work).seconds_of_all(many))
     assert found is not None and found.proven
-    assert found.step_s == pytest.approx(best) == pytest.approx(played(work, found.sizes))
+    assert (
+        found.step_s == pytest.approx(best) == pytest.approx(simulated_seconds(work, found.sizes))
+    )
     assert all_fit(found.sizes, len(work.stages), fits)
 
 
 @settings(deadline=None)
 @given(works(), st.sampled_from([99.0, 3.0]), st.integers(0, 200))
-def test_exact_is_never_worse(work: StepWork, room: float, most: int) -> None:
-    """Than the paper's formula and even stages, also where it is stopped early."""
+def test_the_exact_search_is_never_worse_than_the_formula(
+    work: StepWork, room: float, most: int
+) -> None:
+    """Nor worse than even stages, even if the search is stopped early."""
 
     def fits(stage: int, blocks: tuple[range, ...]) -> bool:
         return sum(map(len, blocks)) <= room * work.virtual_stages
@@ -161,14 +165,14 @@ def test_exact_is_never_worse(work: StepWork, room: float, most: int) -> None:
     for row in (*table.others.values(), (table.best.sizes, table.best.step_s)):
         if row is not None:
             assert all_fit(row[0], len(work.stages), fits)
-            assert row[1] == pytest.approx(played(work, row[0]))
+            assert row[1] == pytest.approx(simulated_seconds(work, row[0]))
             assert table.best.step_s <= row[1] * (1 + 1e-9)
     assert table.best.at_least_s <= table.best.step_s
 
 
-def test_a_whole_step_is_not_the_slowest_stage_alone() -> None:
-    """With two micro-batches the way through the other stages counts: 4 + 1 + 4 has the fastest
-    slowest stage, and takes 3 x (2 x 4 + 2 + 4) = 42 s."""
+def test_the_search_minimizes_the_step_not_the_slowest_stage() -> None:
+    """With two micro-batches the path through the other stages counts: 4 + 1 + 4 has the fastest
+    slowest stage but takes 3 x (2 x 4 + 2 + 4) = 42 s."""
     work = still_work((StageSpeed(1, 2), StageSpeed(2, 4), StageSpeed(1, 2)), 9, 2)
     assert balanced([1.0] * 9, [1.0, 0.5, 1.0]) == (4, 1, 4)
     assert StepModel(work).seconds((4, 1, 4)) == 42
@@ -177,7 +181,7 @@ def test_a_whole_step_is_not_the_slowest_stage_alone() -> None:
 
 
 def test_a_deep_pipeline_is_found_exactly() -> None:
-    """More sizes than can be tried one by one (C(47, 7) = 63 million)."""
+    """There are too many sizes for brute force (C(47, 7) = 63 million)."""
     rng = Random(3)
     work = StepWork(
         tuple(StageSpeed(s, 2 * s) for s in (rng.choice([0.8, 1.0, 1.3]) for _ in range(8))),
@@ -193,7 +197,7 @@ def test_a_deep_pipeline_is_found_exactly() -> None:
     assert others is not None and best.step_s <= StepModel(work).seconds(others)
 
 
-def test_even_stages_where_they_are_as_good() -> None:
+def test_even_stages_are_chosen_if_they_are_as_good() -> None:
     work = still_work((StageSpeed(1, 2),) * 4, 12, 16)
     found = best_sizes(work)
     assert found is not None and found.sizes == even(12, 4)
@@ -215,7 +219,8 @@ def test_the_papers_formula() -> None:
 
 
 def test_the_papers_formula_under_memory() -> None:
-    """The first cluster gives what has no room to the last; the last to the first that has."""
+    """Layers without room in the first cluster go to the last; those of the last go to the first
+    with room."""
     work, clusters = paper_work(30, 197, 160), ["ib", "roce"]
 
     def at_most(*most: int):

@@ -1,5 +1,5 @@
-"""TensorSplit and TensorPieces: which elements of a parameter a tensor rank has, in numbers that
-say where they stand in the whole."""
+"""TensorSplit and TensorPieces: the elements of a parameter that a tensor rank holds, as positions
+in the whole parameter."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ SHAPES = [
     ((24,), 0, 3, False),
     ((2, 12, 3), 1, 1, False),
     ((11, 3), 0, 1, True),
-    ((5, 3), 0, 1, True),  # of 4 ranks the last has padding alone
+    ((5, 3), 0, 1, True),  # the last of 4 ranks has only padding
 ]
 DEGREES = [1, 2, 4]
 
 
 def whole_of(shape):
-    """Each element is its own place."""
+    """A tensor whose elements are their own positions."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize(("shape", "dim", "parts", "padded"), SHAPES)
-def test_the_parts_of_all_ranks_are_the_whole(shape, dim, parts, padded, degree):
+def test_the_parts_of_all_ranks_make_up_the_whole(shape, dim, parts, padded, degree):
     split, whole = TensorSplit(shape, dim, degree, parts, padded), whole_of(shape)
     locals_ = [split.local_value(whole, rank) for rank in range(degree)]
     assert all(x.shape == split.local_shape for x in locals_)
     assert torch.equal(split.whole_value(locals_), whole)
     columns = whole.chunk(parts, dim) if not padded else [whole]
     for rank, local in enumerate(locals_):
-        if not padded:  # of each part the rank's run of columns
+        if not padded:  # the rank's columns of each part
             right = torch.cat([c.chunk(degree, dim)[rank] for c in columns], dim)
             assert torch.equal(local, right)
         real = split.real(rank)
@@ -59,7 +59,7 @@ def test_the_parts_of_all_ranks_are_the_whole(shape, dim, parts, padded, degree)
             assert split.before(rank, at) == int((places < at).sum())
 
 
-def test_what_does_not_divide_is_refused_with_both_numbers():
+def test_an_indivisible_dimension_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"10 rows or columns .* tp 4"):
         TensorSplit((10, 3), 0, 4)
     with pytest.raises(ConfigError, match=r"2 rows or columns .* tp 4"):
@@ -68,7 +68,7 @@ def test_what_does_not_divide_is_refused_with_both_numbers():
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where a rank stands, without a process group."""
+    """Position of a rank, without a process group."""
 
     rank: int
     degree: int
@@ -83,8 +83,8 @@ class Mesh:
 
 
 class Kept:
-    """The optimizer of rank `data` of `width`: each parameter is cut into shares that respect
-    nothing."""
+    """The optimizer of rank `data` of `width`, which cuts parameters into shares without regard to
+    rows or parts."""
 
     def __init__(self, values, data=0, width=1):
         self.values = {name: x.flatten().clone() for name, x in values.items()}
@@ -112,7 +112,7 @@ class Kept:
         for piece in pieces:
             own = slice(piece.extent.start, piece.extent.stop)
             self.values[piece.extent.name][own] = piece.arrays[VALUE]
-            if not piece.scalars:  # the state of a first step: of padding alone
+            if not piece.scalars:  # state of a first step, for padding only
                 assert piece.arrays.keys() == {VALUE} and not piece.arrays[VALUE].any()
             else:
                 assert piece.scalars == {"step": 3.0}
@@ -121,7 +121,7 @@ class Kept:
 
 
 def parameters():
-    """Whole values, and how each is split, of `degree`."""
+    """Whole values, and a function that splits them by `degree`."""
     whole = {"norm": whole_of((7,))} | {
         f"p{i}": whole_of(shape) for i, (shape, *_) in enumerate(SHAPES)
     }
@@ -136,7 +136,7 @@ def parameters():
 
 
 def stages(degree, width, chunk=7):
-    """TensorPieces of all ranks of a stage, each over its part of the whole values."""
+    """TensorPieces of all ranks of a stage, each with its part of the whole values."""
     whole, splits = parameters()
     shapes = {name: tuple(x.shape) for name, x in whole.items()}
     out = []
@@ -150,9 +150,9 @@ def stages(degree, width, chunk=7):
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("degree", DEGREES)
-def test_all_ranks_together_tell_every_element_once(degree, width):
+def test_all_ranks_together_hold_every_element_once(degree, width):
     whole, _ = parameters()
-    told = {name: torch.zeros(x.numel(), dtype=torch.int64) for name, x in whole.items()}
+    counts = {name: torch.zeros(x.numel(), dtype=torch.int64) for name, x in whole.items()}
     for stage in stages(degree, width):
         for extent in stage.extents():
             piece = stage.piece(extent)
@@ -160,14 +160,14 @@ def test_all_ranks_together_tell_every_element_once(degree, width):
             assert torch.equal(piece.arrays[VALUE], right)
             assert torch.equal(piece.arrays["exp_avg"], -right)
             assert piece.scalars == {"step": 3.0}
-            told[extent.name][extent.start : extent.stop] += 1
-    assert all((count == 1).all() for count in told.values())
+            counts[extent.name][extent.start : extent.stop] += 1
+    assert all((count == 1).all() for count in counts.values())
 
 
 @pytest.mark.parametrize("cut", [1, 5, 1000])
 @pytest.mark.parametrize("to", [(1, 1), (2, 3), (4, 2)])
-def test_what_others_told_is_loaded(to, cut):
-    """Whatever the pieces are cut into, and whatever came first."""
+def test_pieces_of_other_ranks_are_loaded(to, cut):
+    """In any cuts and any order."""
     whole, _ = parameters()
     for stage in stages(*to):
         inner = stage.inner
@@ -191,7 +191,7 @@ def test_what_others_told_is_loaded(to, cut):
             assert torch.equal(inner.state[extent.name][own], -right[extent.name][own])
 
 
-def test_values_of_the_last_step_are_told():
+def test_pieces_hold_the_values_of_the_last_step():
     stage = stages(2, 1)[0]
     extent = stage.extents()[-1]
     before = stage.piece(extent)
@@ -201,7 +201,7 @@ def test_values_of_the_last_step_are_told():
     assert torch.equal(stage.piece(extent).arrays[VALUE], before.arrays[VALUE] + 1.0)
 
 
-def test_what_all_have_alike_is_counted_once():
+def test_replicated_parameters_are_counted_once():
     groups = [stage.split for stage in stages(4, 1)]
     assert [split.counts("norm") for split in groups] == [True, False, False, False]
     assert all(split.counts("p0") for split in groups)
@@ -210,7 +210,8 @@ def test_what_all_have_alike_is_counted_once():
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("to", [(1, 2), (4, 1), (2, 2)])
 def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
-    """Rule 3: of tp 2, dp 2 as any other; each host has a directory of its own."""
+    """Rule 3: a snapshot of tp 2, dp 2 is read with other degrees; each host has its own
+    directory."""
     whole, _ = parameters()
     params = [ParamEntry(name, tuple(x.shape), "fp32", "adamw") for name, x in whole.items()]
 
@@ -236,9 +237,9 @@ def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
     def run(ranks, work):
         places = [RankPlace("c", f"h{rank % 2}", f"rank {rank}") for rank in range(ranks)]
         out = run_ranks(places, work)
-        for one in out:
-            if isinstance(one, BaseException):
-                raise one
+        for outcome in out:
+            if isinstance(outcome, BaseException):
+                raise outcome
         return out
 
     run(4, save)
@@ -258,7 +259,7 @@ def test_a_rank_of_a_tensor_group_has_a_device(monkeypatch):
     assert device_of(Mesh(0, 2, "cuda")) == torch.device("cuda", 3)
 
 
-def test_a_frozen_layer_between_split_ones_has_nothing_to_sum():
+def test_a_frozen_layer_between_split_layers_has_nothing_to_sum():
     layer = torch.nn.LayerNorm(4)
     layer.weight.requires_grad_(False)
     summed = []

@@ -1,4 +1,4 @@
-"""spec.chunks: what every layout promises, for any model and any chunk size on the grid."""
+"""Properties of every chunk layout (chunks.py), for any model and any chunk size on the grid."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SHAPES = st.one_of(
 
 @st.composite
 def models(draw):
-    """Blocks of parameters with every mixture of dtype, group and trainability, empty
-    parameters and blocks too."""
+    """Blocks of parameters with any mixture of dtype, group and trainability, including empty
+    parameters and blocks."""
     blocks, n = [], 0
     for b in range(draw(st.integers(1, 4))):
         specs = []
@@ -51,7 +51,7 @@ def models(draw):
 
 
 def pieces(table):
-    """param -> its (origin, length) in every chunk, in flat order."""
+    """(origin, length) of each parameter in every chunk, in flat order."""
     out = {i: [] for i in range(len(table.params))}
     for chunk in table.chunks:
         for span in chunk.spans:
@@ -81,7 +81,7 @@ def test_every_element_is_in_exactly_one_chunk(model, size):
 
 @given(models(), SIZES)
 @settings(max_examples=80, deadline=None)
-def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
+def test_runs_and_chunks_are_adjacent_and_page_aligned(model, size):
     table = ChunkTable.build(model, size)
     assert [c.id for c in table.chunks] == list(range(len(table.chunks)))
     assert [c for b in table.blocks for c in b.chunks] == list(table.chunks)
@@ -128,7 +128,7 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
 
 
 def segments(table):
-    """The grid of partial sums in flat order: (block, run, param, first, last element of the
+    """The grid of partial sums in flat order: (block, run, parameter, first and last element of the
     run)."""
     return [
         (c.block, c.index, p, c.start + a, c.start + b)
@@ -139,8 +139,8 @@ def segments(table):
 
 @given(models(), SIZES, SIZES)
 @settings(max_examples=60, deadline=None)
-def test_another_chunk_size_is_the_same_model(model, one, two):  # Rule 1
-    a, b = ChunkTable.build(model, one), ChunkTable.build(model, two)
+def test_another_chunk_size_describes_the_same_model(model, first, second):  # Rule 1
+    a, b = ChunkTable.build(model, first), ChunkTable.build(model, second)
     assert segments(a) == segments(b)
     assert a.fingerprint() == b.fingerprint()
     assert sum(c.weights_nbytes for c in a.chunks) == sum(c.weights_nbytes for c in b.chunks)
@@ -170,7 +170,7 @@ def test_segments_cover_the_spans(model, size):
 
 @given(models(), SIZES)
 @settings(max_examples=40, deadline=None)
-def test_fingerprint_sees_names_shapes_and_trainability(model, size):
+def test_the_fingerprint_covers_names_shapes_and_trainability(model, size):
     table = ChunkTable.build(model, size)
     for b, (_, specs) in enumerate(model):
         for i, p in enumerate(specs):
@@ -190,7 +190,7 @@ def test_fingerprint_sees_names_shapes_and_trainability(model, size):
                     for k, (n, own) in enumerate(model)
                 ]
                 assert ChunkTable.build(other, size).fingerprint() != table.fingerprint()
-            if p.trainable:  # the dtype of the copy is no other model
+            if p.trainable:  # the dtype of the copy does not change the model
                 q = ParamSpec(
                     p.name, p.shape, "bf16" if p.dtype == "fp32" else "fp32", True, p.group
                 )
@@ -222,7 +222,7 @@ def test_a_chunk_size_off_the_grid_is_refused(size):
         ChunkTable.build([("root", [])], size)
 
 
-def test_what_cannot_be_laid_out_is_refused():
+def test_impossible_layouts_are_refused():
     with pytest.raises(ConfigError, match="'w' appears twice"):
         ChunkTable.build(
             [

@@ -1,5 +1,5 @@
-"""Whether a start may go on from what is found: no committed step is lost, no fork is unseen
-(Rules 3 and 6)."""
+"""Whether a start may resume from the states it finds: no committed step is lost and no fork is
+missed (Rules 3 and 6)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ A, B, C = (
 
 
 def ring(n):
-    """The holders of every chunk, with a second server each."""
+    """Holders of every chunk when each server has one replica."""
     return {(i, (i + 1) % n) for i in range(n)}
 
 
@@ -38,7 +38,7 @@ def alone(link, *members):
     return HistoryLink(link.id, link.step, members, link.at)
 
 
-def test_both_go_on_from_the_last_committed_step():
+def test_both_servers_resume_from_the_last_committed_step():
     both = {
         0: ServerHoldings(7, (A,)),
         1: ServerHoldings(8, (A,)),
@@ -51,8 +51,8 @@ def test_both_go_on_from_the_last_committed_step():
     assert histories(begun).resume() == Resume(0, (0, 1), ())
 
 
-def test_a_committed_step_is_not_gone_back_behind():
-    """Server 0, the first, holds a step that is committed; 1 has dropped its record of it."""
+def test_no_start_goes_back_behind_a_committed_step():
+    """Server 0 holds a committed step; server 1 has dropped its record of it."""
     assert histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(7, (A,))}).resume() == Resume(
         8, (0,), (A,)
     )
@@ -66,41 +66,42 @@ def test_a_committed_step_is_not_gone_back_behind():
     )
 
 
-def test_one_of_two_does_not_go_on_alone_without_a_witness():
-    """It cannot tell whether the other died, or went on alone while it was away itself."""
-    one = {1: ServerHoldings(8, (A,))}
-    doubt = histories(one).resume()
+def test_one_of_two_servers_does_not_resume_alone_without_a_witness():
+    """It cannot tell whether the other died or continued alone in its absence."""
+    holdings = {1: ServerHoldings(8, (A,))}
+    doubt = histories(holdings).resume()
     assert (
         isinstance(doubt, Unclear)
         and "server 1 (host1:7000) is at step 8; server 0 (host0:7000) may" in doubt.why
     )
     assert "give_up" in doubt.hint and "step 8" in doubt.hint
-    # an empty disk is not the other's word
-    assert isinstance(histories({**one, 0: ServerHoldings()}).resume(), Unclear)
+    # an empty disk is no evidence
+    assert isinstance(histories({**holdings, 0: ServerHoldings()}).resume(), Unclear)
     assert histories({1: ServerHoldings(8, (A,), without=(0,))}).resume() == Resume(8, (1,), (A,))
-    assert histories(one).resume(Witness("", "a", (0, 1))) == Resume(8, (1,), (A,))
-    assert histories(one).resume(given_up=[0]) == Resume(8, (1,), (A,))
+    assert histories(holdings).resume(Witness("", "a", (0, 1))) == Resume(8, (1,), (A,))
+    assert histories(holdings).resume(given_up=[0]) == Resume(8, (1,), (A,))
     assert histories({1: ServerHoldings(8, (A, alone(B, 1)))}).resume() == Resume(
         8, (1,), (A, alone(B, 1))
     )
 
 
-def test_who_lagged_does_not_go_on_alone():
+def test_a_server_that_lagged_does_not_resume_alone():
     lagged = {0: ServerHoldings(5, (A,))}
     began = Witness("a", "b", (1,))
     doubt = histories(lagged).resume(began)
     assert isinstance(doubt, Unclear) and "the run's last session included server 1" in doubt.why
     assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Unclear)
-    # by a start of another run directory, after the last of this one
+    # from another run directory, after the last start of this one
     elsewhere = {1: ServerHoldings(8, (A, B))}
     assert isinstance(histories(elsewhere).resume(Witness("", "a", (0, 1))), Unclear)
     met = histories({**lagged, 1: ServerHoldings(9, (A, alone(B, 1)))})
-    # server 0 is filled up
+    # server 0 has been filled again
     assert met.resume() == met.resume(began) == Resume(9, (1,), (A, alone(B, 1)))
 
 
-def test_a_session_that_one_of_its_servers_never_began_has_no_step():
-    """The run died while it began; 1 has the link, 0 has not: both hold the same contents."""
+def test_a_session_that_a_server_never_began_has_no_step():
+    """The run died while it began: server 1 has the link, server 0 has not, and both hold the same
+    contents."""
     found = {0: ServerHoldings(5, (A,)), 1: ServerHoldings(5, (A, B))}
     assert histories(found).resume() == Resume(5, (0, 1), (A,))
     assert histories({0: found[0]}).resume(Witness("a", "b", (0, 1))) == Resume(5, (0,), (A,))
@@ -108,7 +109,7 @@ def test_a_session_that_one_of_its_servers_never_began_has_no_step():
     assert histories(went_on).resume() == Resume(9, (0,), (A, alone(C, 0)))
 
 
-def test_two_that_went_on_without_each_other_are_refused_by_name():
+def test_servers_that_trained_on_independently_are_refused_by_name():
     found = {0: ServerHoldings(9, (A, alone(B, 0))), 1: ServerHoldings(7, (A, alone(C, 1)))}
     with pytest.raises(ForkedError) as raised:
         histories(found)
@@ -128,7 +129,7 @@ def test_two_that_went_on_without_each_other_are_refused_by_name():
 @pytest.mark.parametrize(("n", "few"), [(3, 1), (4, 2), (5, 2)])
 def test_of_three_or_more_a_majority_is_needed(n, few):
     link = HistoryLink("a", 0, tuple(range(n)))
-    everything = {tuple(range(n))}  # all chunks are held by all: the majority alone decides
+    everything = {tuple(range(n))}  # every server holds every chunk, so the majority alone decides
     for count in range(1, n + 1):
         found = {i: ServerHoldings(4, (link,)) for i in range(count)}
         got = Histories(found, NAMES[:n], everything).resume(Witness("", "a", link.members))
@@ -140,7 +141,7 @@ def test_of_three_or_more_a_majority_is_needed(n, few):
 
 
 def test_an_older_copy_is_refused_by_the_run():
-    """All servers were put back to a copy that was made before the last session."""
+    """All servers were restored from a copy made before the last session."""
     with pytest.raises(
         StaleError, match="in no server's history; the newest step that a server holds is 8"
     ):
@@ -149,28 +150,28 @@ def test_an_older_copy_is_refused_by_the_run():
         )
 
 
-def test_a_store_without_a_history_goes_on():
+def test_a_store_without_a_history_resumes():
     no_replicas = {0: ServerHoldings(7), 1: ServerHoldings(8)}
     assert Histories(no_replicas, NAMES[:2], {(0,), (1,)}).resume() == Resume(7, (0, 1), ())
 
 
-def test_a_witness_is_what_it_says():
+def test_a_witness_is_written_and_parsed():
     for witness in (Witness("", "a", (0, 1)), Witness("a", "b", (3,))):
         assert Witness.of(str(witness)) == witness
     assert Witness.of("") is None and Witness.of("a b c") is None
 
 
 class World:
-    """Servers whose disks hold a history and the two newest steps; a step's contents name every
-    session and step that they were made in. `told`: the contents of the last step that somebody
-    was told is committed."""
+    """Servers whose disks hold a history and the two newest steps; the contents of a step list
+    every session and step that made them. announced: Contents of the last step announced as
+    committed."""
 
     def __init__(self, draw, n, marked):
         self.draw, self.n, self.marked = draw, n, marked
         self.disks = [None] * n
-        self.copies = [None] * n  # that may be put back, where the run has a mark
-        self.witness, self.told, self.count, self.starts = None, (), 0, 0
-        self.given_up = set()  # what a person has given up is not started alone
+        self.copies = [None] * n  # backups that may be restored if the run has a mark
+        self.witness, self.announced, self.count, self.starts = None, (), 0, 0
+        self.given_up = set()  # servers that the user gave up never start alone
         everyone, link = tuple(range(n)), self.link(0, tuple(range(n)))
         for i in everyone:
             self.disks[i] = {"history": (link,), "records": {0: ()}, "without": ()}
@@ -191,8 +192,8 @@ class World:
         )
 
     def start(self, alive):
-        """One start of those that answer, which may end at any point. Whatever it goes on from
-        has what was told."""
+        """Start with the servers that answer; the start may end at any point. It must resume with
+        all announced contents."""
         found, given_up = {i: self.held(i) for i in alive}, ()
         try:
             got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness)
@@ -211,14 +212,14 @@ class World:
         contents = {self.disks[i]["records"].get(got.step) for i in got.members}
         assert len(contents) == 1 and None not in contents, "members differ"
         (base,) = contents
-        if self.marked and got.step < len(self.told) and not given_up:
-            return  # the mark refuses it by the step alone
-        if given_up:  # a person gives up the steps that are not in both
-            both = [step for step, other in zip(self.told, base) if step == other]
-            self.told = tuple(both)
+        if self.marked and got.step < len(self.announced) and not given_up:
+            return  # the mark refuses this by the step alone
+        if given_up:  # the user gives up the steps that are not in both
+            both = [step for step, other in zip(self.announced, base) if step == other]
+            self.announced = tuple(both)
             self.given_up = set() if self.marked else set(given_up)
-        assert base[: len(self.told)] == self.told, (
-            "a committed step is lost, or the run has forked unseen"
+        assert base[: len(self.announced)] == self.announced, (
+            "a committed step is lost, or a fork was missed"
         )
         self.starts += 1
         self.begin(sorted(alive), got, base)
@@ -257,12 +258,12 @@ class World:
                 self.disks[i]["records"] = {s: r for s, r in records.items() if s == step - 1} | {
                     step: base
                 }
-            self.told = base
+            self.announced = base
         self.testify(link, alive, alive)
 
     def testify(self, link, alive, ready):
-        """Worker 0 sees one of two servers die (or believes that), or ends well, and says to the
-        other that it may go on; or dies as well."""
+        """Worker 0 sees (or believes) that one of two servers dies, or ends well, and permits the
+        other to continue; or it dies too."""
         if self.n != 2 or self.marked or len(alive) != 2 or not self.draw(st.booleans()):
             return
         dead = self.draw(st.sampled_from(alive))
@@ -282,7 +283,7 @@ class World:
                     self.disks[victim] = dict(self.copies[victim])
             late = self.draw(st.sets(st.integers(0, self.n - 1), max_size=self.n - 1))
             alive = {i for i in range(self.n) if i not in late}
-            # no other start knows of it, if there is no mark: the person does
+            # without a mark no other start knows of it, only the user
             if not alive <= self.given_up:
                 self.start(alive)
 
@@ -291,33 +292,33 @@ class World:
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_no_step_is_lost_and_no_fork_unseen(data, n, marked):
-    """Whatever order of starts, deaths, late answers and wiped disks, of one server or of
-    several at once."""
+    """In any order of starts, deaths, late answers and wiped disks of one or several servers."""
     World(data.draw, n, marked).live()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_one_server_may_die_with_its_disk(data, n, marked):
-    """Any one, while the run trains: the others go on by themselves, from the last committed
+    """A server dies while the run trains: the others resume without help from the last committed
     step."""
     world = World(data.draw, n, marked)
     for _ in range(4):
         dead, starts = data.draw(st.integers(0, n - 1)), world.starts
         world.disks[dead] = None
         if not marked and n == 2:
-            world.disks[1 - dead]["without"] = (dead,)  # worker 0 saw it
+            world.disks[1 - dead]["without"] = (dead,)  # worker 0 saw it die
         world.start({i for i in range(n) if i != dead})
         assert world.starts == starts + 1
-        for _ in range(3):  # it comes back, empty
+        for _ in range(3):  # the server returns with an empty disk
             world.start(set(range(n)))
         if not world.together:
-            break  # that start was not finished: until then there is one copy
+            break  # that start was not finished, so only one copy exists
 
 
 @pytest.mark.parametrize("replicas", [True, False])
-def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
-    """Servers without replicas cannot be given up: nobody else has their chunks (Rule 6)."""
+def test_the_suggested_way_out_of_a_fork_works(replicas):
+    """Servers without replicas cannot be given up, since no other server has their chunks (Rule
+    6)."""
     holders = ring(2) if replicas else {(0,), (1,)}
     forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
     with pytest.raises(ForkedError, match="these two servers were trained separately") as raised:
@@ -328,7 +329,7 @@ def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
 
 
 def ways_out(error):
-    """The servers that the hint of a fork says may be given up, each way."""
+    """The sets of servers that the hint of a fork allows to give up."""
     hint = str(error).partition("hint: ")[2]
     named = re.search("with the address of (.*); their stores", hint)
     ways = named.group(1).split(" or of ") if named else []
@@ -337,8 +338,8 @@ def ways_out(error):
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
-def test_every_way_out_of_a_fork_is_one_that_is_taken(data, n, replicas):  # Rule 6
-    """Copies of a store that went on without each other are mixed, some of them behind."""
+def test_every_suggested_way_out_of_a_fork_works(data, n, replicas):  # Rule 6
+    """Copies of a store that trained on independently are mixed, some of them behind."""
     first = HistoryLink("first", 0, tuple(range(n)))
     found = {}
     for number in range(n):
@@ -365,11 +366,11 @@ def test_every_way_out_of_a_fork_is_one_that_is_taken(data, n, replicas):  # Rul
         assert "give_up" not in hint and "directories that were trained together" in hint
 
 
-def test_a_server_that_has_not_answered_yet_may_hold_what_is_given_up():
+def test_a_silent_server_may_hold_the_chunks_to_be_given_up():
     forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
     with pytest.raises(ForkedError) as raised:
         Histories(forked, NAMES[:3], ring(3))
     assert ways_out(raised.value)[0] == [{1}, {0}]
-    with pytest.raises(ForkedError) as raised:  # it answers, and is empty
+    with pytest.raises(ForkedError) as raised:  # the server answers and is empty
         Histories({**forked, 2: ServerHoldings()}, NAMES[:3], ring(3))
     assert ways_out(raised.value)[0] == []

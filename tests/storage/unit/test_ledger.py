@@ -1,5 +1,5 @@
-"""The two files of a ledger: which record is loaded, what is erased, and that nothing but a whole
-record of this store is ever taken for one (Rule 3)."""
+"""The two files of a ledger: the record that is loaded, the records that are erased, and that only
+a complete record of this store is accepted (Rule 3)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_blobs_that_were_packed_several_times_come_back_in_order(many: list[list
     assert pack([]) == b""
 
 
-def created(home: Path, *steps: int, sessions: bool = False) -> Ledger:
+def create_with_steps(home: Path, *steps: int, sessions: bool = False) -> Ledger:
     ledger = Ledger(home, META, ROWS, create=True)
     for step in steps:
         if sessions:
@@ -54,23 +54,23 @@ def rows_of(step: int) -> np.ndarray:
     return rows
 
 
-def opened(home: Path, meta: StoreMeta = META) -> Ledger:
+def open_existing(home: Path, meta: StoreMeta = META) -> Ledger:
     return Ledger(home, meta, ROWS)
 
 
 @pytest.mark.parametrize("sessions", [False, True])
-def test_the_newest_record_is_loaded_or_that_of_the_step_and_the_other_is_erased(
+def test_the_newest_or_requested_record_is_loaded_and_the_other_erased(
     tmp_path: Path, sessions: bool
 ) -> None:
-    for last in (4, 5):  # in either file
+    for last in (4, 5):  # the newest record is in either file
         home = tmp_path / str(last)
         home.mkdir()
-        made = created(home, *range(1, last + 1), sessions=sessions)
+        made = create_with_steps(home, *range(1, last + 1), sessions=sessions)
         assert made.entry.session == made.session and (made.session is not None) == sessions
         made.close()
         assert sorted(steps_in(home)) == [last - 1, last]
         for step, loaded in ((None, last), (last, last), (last - 1, last - 1)):
-            ledger = opened(home)
+            ledger = open_existing(home)
             assert sorted(ledger.load(step)) == [last - 1, last]
             entry = ledger.entry
             assert (entry.step, entry.blob) == (loaded, b"blob %d" % loaded)
@@ -78,17 +78,17 @@ def test_the_newest_record_is_loaded_or_that_of_the_step_and_the_other_is_erased
             assert len(ledger.dropped) == (loaded < last) and not ledger.damaged
             assert ledger.session == entry.session and (entry.session is not None) == sessions
             ledger.close()
-        ledger = opened(home)
+        ledger = open_existing(home)
         ledger.load(last - 1)
         ledger.settle()
         assert steps_in(home) == [last - 1]
-        ledger.append(last + 7, rows_of(last + 7), b"")  # beside it, never over it
+        ledger.append(last + 7, rows_of(last + 7), b"")  # written to the other file, never over it
         assert sorted(steps_in(home)) == [last - 1, last + 7]
         ledger.close()
 
 
-def test_a_session_names_the_step_from_which_it_went_on(tmp_path: Path) -> None:
-    ledger = created(tmp_path)
+def test_a_session_records_the_step_from_which_it_resumed(tmp_path: Path) -> None:
+    ledger = create_with_steps(tmp_path)
     assert ledger.entry.step == -1
     for step, before in ((0, ""), (3, None), (8, None)):
         if step:
@@ -102,16 +102,16 @@ def test_a_session_names_the_step_from_which_it_went_on(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_no_step_that_was_loaded_is_of_another_time_or_store(tmp_path: Path) -> None:
-    created(tmp_path, 1, 2).close()
+def test_records_of_another_time_or_store_are_never_loaded(tmp_path: Path) -> None:
+    create_with_steps(tmp_path, 1, 2).close()
     for step, older in ((3, "this part"), (0, "the first part")):
-        ledger = opened(tmp_path)
+        ledger = open_existing(tmp_path)
         with pytest.raises(StaleError, match=rf"of steps \[1, 2\], but.* at step {step}: {older}"):
             ledger.load(step)
         ledger.close()
     others = {"generation": META.generation + 1, "job": str(uuid.uuid4()), "index": META.index + 1}
     for name, value in others.items():
-        ledger = opened(tmp_path, replace(META, **{name: value}))
+        ledger = open_existing(tmp_path, replace(META, **{name: value}))
         with pytest.raises(ForeignError, match="belongs to another store"):
             ledger.load(None)
         ledger.close()
@@ -120,7 +120,7 @@ def test_no_step_that_was_loaded_is_of_another_time_or_store(tmp_path: Path) -> 
         ledger.load(None)
     ledger.close()
     (tmp_path / "empty").mkdir()
-    ledger = created(tmp_path / "empty")
+    ledger = create_with_steps(tmp_path / "empty")
     with pytest.raises(DamagedError, match="holds no record"):
         ledger.load(None)
     assert steps_in(tmp_path / "empty") == []
@@ -128,9 +128,10 @@ def test_no_step_that_was_loaded_is_of_another_time_or_store(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("sessions", [False, True])
-def test_only_a_whole_record_is_one(tmp_path: Path, sessions: bool) -> None:
-    """Torn anywhere, with a bit of any byte flipped, or of another program with a sum that fits."""
-    created(tmp_path, 6, sessions=sessions).close()
+def test_only_a_complete_record_is_accepted(tmp_path: Path, sessions: bool) -> None:
+    """Records torn anywhere, with a flipped bit in any byte, or of another program with a matching
+    checksum."""
+    create_with_steps(tmp_path, 6, sessions=sessions).close()
     file = tmp_path / "ledger.0"
     record = record_in(file)
     assert record is not None and len(record) < file.stat().st_size
@@ -150,35 +151,35 @@ def test_only_a_whole_record_is_one(tmp_path: Path, sessions: bool) -> None:
 
 
 def test_a_record_of_another_format_is_foreign(tmp_path: Path) -> None:
-    created(tmp_path, 6).close()
+    create_with_steps(tmp_path, 6).close()
     file = tmp_path / "ledger.0"
     record = record_in(file)
     assert record is not None
     body = record[:8] + (9).to_bytes(4, "little") + record[12:-8]
     file.write_bytes(body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
-    ledger = opened(tmp_path)
+    ledger = open_existing(tmp_path)
     with pytest.raises(ForeignError, match="its format is 9"):
         ledger.load(None)
     ledger.close()
 
 
 def test_a_ledger_has_room_for_a_blob_before_the_disk_is_full(tmp_path: Path) -> None:
-    ledger = created(tmp_path)
+    ledger = create_with_steps(tmp_path)
     before = [os.stat(tmp_path / name).st_size for name in ("ledger.0", "ledger.1")]
     room = HEADER.size + ROWS.nbytes + (1 << 16)
     assert before == [room, room]
     ledger.append(1, ROWS, bytes((1 << 16) - 100))
     assert os.stat(tmp_path / "ledger.0").st_size == room
     ledger.close()
-    opened(tmp_path).close()
+    open_existing(tmp_path).close()
     assert os.stat(tmp_path / "ledger.0").st_size == room
 
 
 @pytest.mark.parametrize("at", ["write", "sync"])
-def test_a_record_that_failed_is_erased_and_the_one_before_counts(
+def test_a_failed_record_is_erased_and_the_previous_one_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    ledger = created(tmp_path, 1, 2)
+    ledger = create_with_steps(tmp_path, 1, 2)
     full = iter([FullError("the disk is full")])
     real = getattr(DirectFile, at)
 

@@ -1,5 +1,5 @@
-"""store.convert: another number of directories, chunk size, dtype of the copy: exact, in bounded
-memory, and a kill in the middle leaves the old store."""
+"""Converting a store to another number of directories, chunk size or dtype of the copy is exact and
+uses bounded memory, and a kill during it leaves the old store."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def value(p: ParamSpec, what: str) -> np.ndarray:
     return (rng.integers(0, 1 << 14, p.numel)).astype(np.uint16)  # finite in bf16 and fp16
 
 
-def whats(p: ParamSpec) -> tuple[str, ...]:
+def arrays_of(p: ParamSpec) -> tuple[str, ...]:
     return ("master", *(STATE[p.group] if p.trainable else ()))
 
 
@@ -75,7 +75,7 @@ def piece(p: ParamSpec, what: str, start: int, stop: int) -> np.ndarray:
     return whole if what in ("t", "beta_t") else whole[start:stop]
 
 
-def made(directories: Sequence[Path], tab: ChunkTable) -> OpenedStore:
+def create_filled(directories: Sequence[Path], tab: ChunkTable) -> OpenedStore:
     store = create_store(directories, StoreMeta.of(tab, GROUPS), owners(tab, len(directories)))
     write_params(store, piece)
     store.commit(41, b"forty-one")
@@ -90,7 +90,7 @@ def owners(tab: ChunkTable, n: int) -> list[int]:
 def check(store: OpenedStore) -> None:
     assert (store.step, store.blob) == (41, b"forty-one")
     for p in store.table.params:
-        for what in whats(p):
+        for what in arrays_of(p):
             if what in ("t", "beta_t") and not p.numel:
                 continue
             got = read_param(store, p.name, what)
@@ -132,7 +132,7 @@ def test_two_threads_may_be_the_first_to_read_a_description(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", DECODED_BY_THREADS, tmp_path], check=True, timeout=120)
 
 
-def test_the_table_comes_back_from_the_description(tmp_path: Path) -> None:
+def test_the_table_is_restored_from_the_description(tmp_path: Path) -> None:
     tab = table("bf16", chunk_elements=1 << 16)
     meta = StoreMeta.of(tab, GROUPS)
     assert meta.table == tab
@@ -155,7 +155,7 @@ BEFORE = {
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> None:
     n, chunk_elements, dtype = before
-    made(
+    create_filled(
         [tmp_path / f"old{i}" for i in range(n)], table(dtype, chunk_elements=chunk_elements)
     ).close()
     n, chunk_elements, dtype = after
@@ -178,11 +178,11 @@ def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> Non
     again.close()
     gens = [str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/gen-*")]
     kept = sorted(f"{d.name}/gen-{again.meta.generation}" for d in directories)
-    assert sorted(gens) == kept, "the old one is removed"
+    assert sorted(gens) == kept, "the old store was not removed"
 
 
 def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path) -> None:
-    store = made([tmp_path], table("bf16"))
+    store = create_filled([tmp_path], table("bf16"))
     for chunk in store.table.trainable:
         if chunk.dtype != "bf16":
             continue
@@ -213,7 +213,7 @@ def test_a_kill_while_converting(
     def die(*_: object, **__: object) -> None:
         raise Killed
 
-    old = made([tmp_path / "a", tmp_path / "b"], table("bf16"))
+    old = create_filled([tmp_path / "a", tmp_path / "b"], table("bf16"))
     target = {
         "creating": (generation.FileTier, "__init__"),
         "writing": (generation.FileTier, "write"),
@@ -228,7 +228,7 @@ def test_a_kill_while_converting(
         with pytest.raises(Killed):
             convert_store(old, StoreMeta.of(tab, GROUPS), directories, owners(tab, 2))
     old.close()
-    for fd in os.listdir("/proc/self/fd"):  # what the kernel does for a killed process
+    for fd in os.listdir("/proc/self/fd"):  # as the kernel does for a killed process
         if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(
             str(tmp_path)
         ):
@@ -251,7 +251,7 @@ def test_a_full_disk_while_converting_keeps_the_old(
     class Tiny:
         f_bavail, f_frsize = 3, 4096
 
-    old = made([tmp_path], table("bf16"))
+    old = create_filled([tmp_path], table("bf16"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: Tiny)
         with pytest.raises(FullError):
@@ -263,7 +263,7 @@ def test_a_full_disk_while_converting_keeps_the_old(
 
 
 def test_refusals(tmp_path: Path) -> None:
-    old = made([tmp_path], table("bf16", "fp32"))
+    old = create_filled([tmp_path], table("bf16", "fp32"))
     with pytest.raises(
         ConfigError,
         match=r"frozen parameter 'b0.frozen' is stored in fp32 and would lose precision in bf16",
@@ -285,7 +285,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wide", ["fp32"])
 def test_a_frozen_parameter_is_widened(tmp_path: Path, wide: str) -> None:
-    old = made([tmp_path], table("bf16", "bf16"))
+    old = create_filled([tmp_path], table("bf16", "bf16"))
     tab = table("bf16", wide, 1 << 16)
     new = convert_store(old, StoreMeta.of(tab, GROUPS), [tmp_path], owners(tab, 1))
     frozen = next(p for p in table("bf16").params if p.name == "b0.frozen")
@@ -310,7 +310,7 @@ def test_memory_is_a_few_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def wide(dtype: str) -> ChunkTable:
         return ChunkTable.build([("root", [ParamSpec("w", (2000, 1000), dtype, True, 0)])], 1 << 16)
 
-    old = made([tmp_path], wide("bf16"))
+    old = create_filled([tmp_path], wide("bf16"))
     monkeypatch.setattr(convert, "Buffer", Counted)
     meta = StoreMeta.of(wide("fp32"), GROUPS)
     convert_store(old, meta, [tmp_path], owners(meta.table, 1)).close()

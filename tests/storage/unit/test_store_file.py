@@ -1,5 +1,5 @@
-"""store.file, store.ledger, store.generation: after any crash the last committed step is there
-(Rule 3), and every fault is a typed error that names file, chunk and step."""
+"""Stores on files: after any crash the last committed step is intact (Rule 3), and every fault is a
+typed error that names file, chunk and step."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def step_of(store: OpenedStore, step: int) -> None:
 
 
 class Model:
-    """The dict that the store is compared with: committed and newest bytes of every part; None:
-    absent."""
+    """Reference for the store: committed and newest bytes of every part in a dict, None for an
+    absent part."""
 
     def __init__(self, directories: list[Path]) -> None:
         self.directories, self.store, self.step = directories, made(directories), 0
@@ -148,8 +148,8 @@ class Model:
         self.committed, self.written = dict(self.newest), set()
 
     def crash(self, prepared: int, garbage: bool, torn_at: float | None) -> None:
-        """A kill or power cut: some directories hold the next step's record, slots that were
-        being written hold anything, directory 0's new record may be torn."""
+        """Simulate a kill or power cut: some directories hold the next step's record, slots being
+        written may hold garbage, and directory 0's new record may be torn."""
         tiers = self.store.tiers
         for tier in [*tiers[1:], tiers[0]][:prepared]:
             tier.prepare(self.step + 1, b"lost" * 50)
@@ -167,7 +167,7 @@ class Model:
             with open(path, "r+b") as file:
                 file.seek(int(torn_at * 400))
                 file.write(os.urandom(300))
-        # the record of directory 0 is there: the step is committed, although nobody was told
+        # the record of directory 0 exists, so the step is committed although it was never announced
         if lost:
             self.step, self.blob, self.committed = self.step + 1, b"lost" * 50, dict(self.newest)
         self.reopen()
@@ -246,10 +246,10 @@ def test_a_flipped_bit_is_found(tmp_path: Path, part: str) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
-    for wanted in (part, RECORD):
+    for expected in (part, RECORD):
         with pytest.raises(DamagedError, match=rf"{path}: chunk {chunk}: .*{part}.* step 1"):
-            read(store, chunk, wanted)
-    assert read(store, TRAINABLE[1], RECORD)  # the others are usable
+            read(store, chunk, expected)
+    assert read(store, TRAINABLE[1], RECORD)  # the other chunks are usable
     store.close()
 
 
@@ -295,13 +295,13 @@ def test_a_vanished_directory(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / "hidden")
     with pytest.raises(GoneError, match=r"b: holds step 1"):
         open_store(directories)
-    assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()  # nothing was cleaned away
-    # moved, other order
-    for given_ in ([tmp_path / "hidden", tmp_path / "b"], [tmp_path / "b", tmp_path / "hidden"]):
-        store = opened(given_)
+    assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()  # nothing was removed
+    # moved, and in another order
+    for paths in ([tmp_path / "hidden", tmp_path / "b"], [tmp_path / "b", tmp_path / "hidden"]):
+        store = opened(paths)
         assert store.step == 1 and store.directories == (tmp_path / "hidden", tmp_path / "b")
         store.close()
-    # also where it was made
+    # also in its original place
     with pytest.raises(
         GoneError,
         match=r"directory 1 of the store's 2 .* not among the 1 directories that were named",
@@ -319,7 +319,7 @@ def test_foreign_stores(tmp_path: Path) -> None:
             open_store([tmp_path / d for d in mixed])
     with pytest.raises(ForeignError, match=r"already holds a store"):
         create_store([tmp_path / "a"], other, [0] * len(OWNERS))
-    for i in range(2):  # another job's ledger under this job's description
+    for i in range(2):  # another job's ledger with this job's description
         shutil.copy(
             tmp_path / "c" / "gen-1" / f"ledger.{i}", tmp_path / "a" / "gen-1" / f"ledger.{i}"
         )
@@ -348,7 +348,7 @@ def test_an_older_copy_of_one_directory_is_named(tmp_path: Path) -> None:
         StaleError, match=r"b/gen-1: its records are of steps \[0\].* at step 2.*older"
     ):
         open_store(directories)
-    # the newest record of the other directory is damaged: that is another story
+    # with the newest record of the other directory damaged the error is a different one
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "new").rename(tmp_path / "b")
     with open(tmp_path / "b" / "gen-1" / "ledger.0", "r+b") as file:
@@ -361,7 +361,7 @@ def test_an_older_copy_of_one_directory_is_named(tmp_path: Path) -> None:
     assert "--new-store" not in str(raised.value)
 
 
-def test_a_torn_record_is_said(tmp_path: Path) -> None:
+def test_a_torn_record_is_reported(tmp_path: Path) -> None:
     store = made([tmp_path])
     step_of(store, 1)
     store.close()
@@ -373,7 +373,7 @@ def test_a_torn_record_is_said(tmp_path: Path) -> None:
     store.close()
 
 
-def test_nothing_there_and_half_made_generations(tmp_path: Path) -> None:
+def test_empty_directories_and_unfinished_generations(tmp_path: Path) -> None:
     assert open_store([tmp_path / "a"]) is None and not (tmp_path / "a").exists()
     store = create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)
     store.close()  # killed before the first commit
@@ -386,8 +386,8 @@ def test_nothing_there_and_half_made_generations(tmp_path: Path) -> None:
 def test_a_new_stores_files_are_durable_with_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slot 1 is not written before the first step: without its size, a cut before that would
-    leave no store at all."""
+    """Slot 1 is not written before the first step: if its size were not synced, a power cut before
+    that would leave no store."""
     synced, fsync = {}, os.fsync
 
     def noted(fd: int) -> None:
@@ -401,7 +401,7 @@ def test_a_new_stores_files_are_durable_with_their_size(
     assert all(synced[path.stat().st_ino] == path.stat().st_size > 0 for path in files)
 
 
-def test_two_processes_cannot_write_one_store(
+def test_two_processes_cannot_write_the_same_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_module, "LOCK_WAIT_S", 0.1)
@@ -456,7 +456,7 @@ def test_a_write_error_midway_keeps_the_committed_step(
     assert store.step == 1
     store.close()
     store = opened([tmp_path])
-    # nobody was told that it is committed, and the disk may not have the record
+    # the commit was not announced, and the disk may lack the record
     assert store.step == 1
     for chunk in RECORDS:
         read(store, chunk, RECORD)
@@ -521,8 +521,10 @@ def test_spill(tmp_path: Path) -> None:
         (errno.EFBIG, "are free, but a file cannot be that large$"),
     ],
 )
-def test_a_full_disk_is_never_said_to_need_nothing(tmp_path: Path, code: int, words: str) -> None:
-    """What was written, where, how much it needs and how much is free."""
+def test_the_error_of_a_full_disk_states_needed_and_free_bytes(
+    tmp_path: Path, code: int, words: str
+) -> None:
+    """The error names the path, the operation, the needed bytes and the free bytes."""
     at = tmp_path / "not" / "there" / "file"
     for nbytes, needs in ((0, r"at most 4\.0 KiB"), (3 << 20, r"3\.0 MiB")):
         with pytest.raises(FullError) as caught, typed_errors(at, "renaming", nbytes):
@@ -532,7 +534,9 @@ def test_a_full_disk_is_never_said_to_need_nothing(tmp_path: Path, code: int, wo
         assert hint.startswith("hint: ")
 
 
-def test_a_disk_without_inodes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_inodes_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class NoInodes:
         f_bavail, f_frsize, f_files, f_favail = 1000, PAGE, 70, 0
 
@@ -544,7 +548,7 @@ def test_a_disk_without_inodes_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_sync_that_finds_the_disk_full_says_what_it_had_to_write(
+def test_a_sync_on_a_full_disk_reports_the_bytes_it_had_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -587,7 +591,7 @@ def test_a_disk_too_small_is_refused_at_the_start(
 def test_a_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    # what the store itself takes, measured where there is room
+    # bytes of the store itself, measured on a disk with room
     store = made([tmp_path / "roomy"])
     store.close()
     need = sum(f.stat().st_size for f in (tmp_path / "roomy" / "gen-1").iterdir())
@@ -606,7 +610,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
                 file.write(bytes(PAGE))
         with pytest.raises(FullError, match=r"spill.bin: allocating needs .* 0 B are free"):
             store.tiers[0].spill_write(TRAINABLE[0], memoryview(bytes(PAGE)))
-        step_of(store, 1)  # what a step needs was allocated at the start
+        step_of(store, 1)  # the space for a step was allocated at the start
         with pytest.raises(FullError, match=r"ledger.0: writing the record of step 2 needs"):
             store.commit(2, bytes(200_000))
         store.close()
@@ -617,7 +621,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_tier_stands_alone(tmp_path: Path) -> None:
+def test_a_tier_works_without_a_store(tmp_path: Path) -> None:
     meta = replace(META, owners=(0,) * len(OWNERS), directories=(str(tmp_path),), generation=1)
     tier = FileTier(tmp_path, meta, create=True)
     with pytest.raises(AssertionError, match="has not been written"):
@@ -636,7 +640,7 @@ def test_a_tier_stands_alone(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_opened(
+def test_a_prepared_step_is_withdrawn_when_the_previous_step_is_opened(
     tmp_path: Path,
 ) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
@@ -650,8 +654,8 @@ def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_open
 
 
 def test_a_part_that_has_missed_steps_is_replaced(tmp_path: Path) -> None:
-    """With replicas: that of another job never is; the old copy counts until the new one is
-    whole."""
+    """With replicas. A part of another job is never replaced; the old copy counts until the new one
+    is complete."""
     names = ("x", "y", "z")
     meta = replace(
         META, owners=tuple(c % 3 for c in RECORDS), directories=names, index=1, replicas=2
@@ -681,7 +685,7 @@ def test_a_part_that_has_missed_steps_is_replaced(tmp_path: Path) -> None:
     assert tier is not None and tier.step == 5 and generations_in(tmp_path) == ["gen-1"]
     tier.close()
     part(meta, 9)
-    for _ in range(2):  # killed before it was published: it is whole, so it counts
+    for _ in range(2):  # killed before publication: the part is complete, so it counts
         tier = open_part(tmp_path)
         assert tier is not None and tier.step == 9 and generations_in(tmp_path) == ["gen-2"]
         tier.close()

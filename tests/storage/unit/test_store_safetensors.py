@@ -1,4 +1,4 @@
-"""What we write the safetensors library reads, and the other way round."""
+"""The safetensors library reads files that we write, and vice versa."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_round_trip_and_the_library_reads_it(tmp_path: Path, limit: int, files: 
                 )
                 seen.add(name)
     assert seen == tensors.keys()
-    for given in [tmp_path / "out", *([made[0]] if files == 1 else [])]:
-        back = open_dir(given)
+    for source in [tmp_path / "out", *([made[0]] if files == 1 else [])]:
+        back = open_dir(source)
         assert back.keys() == tensors.keys()
         for name, (dtype, array) in tensors.items():
             assert back[name].dtype == dtype and back[name].shape == array.shape
@@ -92,7 +92,7 @@ def test_round_trip_and_the_library_reads_it(tmp_path: Path, limit: int, files: 
             )
 
 
-def test_reading_what_the_library_wrote(tmp_path: Path) -> None:
+def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     state = {"a.weight": torch.randn(7, 3).bfloat16(), "b": torch.arange(5), "c": torch.randn(4)}
     save_file(state, tmp_path / "other-name.safetensors")
     back = open_dir(tmp_path)
@@ -101,7 +101,7 @@ def test_reading_what_the_library_wrote(tmp_path: Path) -> None:
     assert back["a.weight"].dtype == "bf16"
 
 
-def test_a_second_export_replaces_the_first_and_a_failing_one_does_not(tmp_path: Path) -> None:
+def test_a_second_export_replaces_the_first_unless_it_fails(tmp_path: Path) -> None:
     tensors = arrays()
     export_dir(items(tensors), tmp_path, 200)
     before = sorted(tmp_path.iterdir())
@@ -149,7 +149,7 @@ def test_faults(tmp_path: Path) -> None:
         open_dir(tmp_path)
 
 
-def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_an_export_holds_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     n = 1 << 20
     tracemalloc.start()
     export_dir(

@@ -1,6 +1,6 @@
-"""Snapshots of a part (storage/snapshot.py): each holds its step's bytes whatever is written
-meanwhile; a crash in the middle of one leaves the one before. The model is a dict from step to
-the bytes of all parts."""
+"""Snapshots of a part (storage/snapshot.py): each holds the bytes of its step whatever is written
+meanwhile, and a crash during a snapshot leaves the previous one. The reference is a dict from step
+to the bytes of all parts."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TABLE = ChunkTable.build(
 META = StoreMeta.of(TABLE, [GroupRule("adamw", ("m", "v"), ("t",))])
 META = replace(META, owners=(0,) * len(TABLE.chunks), directories=("here",))
 RNG = random.Random(0)
-Seen = dict[int, dict[tuple[int, str], bytes]]  # step -> what was committed with it
+Seen = dict[int, dict[tuple[int, str], bytes]]  # step -> contents at its commit
 
 
 def parts(tier: FileTier) -> dict[tuple[int, str], bytes]:
-    """All that is committed, with the step that wrote each chunk last."""
+    """All committed bytes, including the step that last wrote each chunk."""
     found = {}
     for chunk, record in META.records.items():
         for part in (WEIGHTS, STATE_PART):
@@ -57,7 +57,7 @@ def parts(tier: FileTier) -> dict[tuple[int, str], bytes]:
 
 
 def step(tier: FileTier, number: int, seen: Seen) -> None:
-    """Some chunks are written, as a server would, and the step is committed."""
+    """Write some chunks as a server would, and commit the step."""
     for chunk, record in META.records.items():
         if number == 0 or (TABLE.chunks[chunk].trainable and RNG.random() < 0.7):
             part = STATE_PART if number and record.master and RNG.random() < 0.5 else RECORD
@@ -73,7 +73,7 @@ def step(tier: FileTier, number: int, seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_every_snapshot_is_of_its_step(
+def test_every_snapshot_holds_its_step(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: Seen = {}
@@ -115,7 +115,7 @@ def test_every_snapshot_is_of_its_step(
     tier.close()
 
 
-def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(
+def test_a_crash_leaves_the_previous_snapshot_which_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: Seen = {}
@@ -129,7 +129,7 @@ def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(
     assert kept.step == 4
     snapshots = Snapshots(tier, kept, 2, lambda _: None)
     snapshots.start()
-    with monkeypatch.context() as broken:  # killed after the copies, before they count
+    with monkeypatch.context() as broken:  # killed after the copies, before they are valid
         broken.setattr(kept, "prepare", lambda *_: (_ for _ in ()).throw(FullError("stopped")))
         step(tier, 5, seen)
         step(tier, 6, seen)
@@ -139,29 +139,29 @@ def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(
     tier.close()
     kept.close()
 
-    for wanted in (4, 2):  # 2: another server has none of step 4, which is forgotten for good
-        kept = open_snapshot(tmp_path / "files", META, wanted)
+    for target in (4, 2):  # 2: another server lacks step 4, which is then dropped for good
+        kept = open_snapshot(tmp_path / "files", META, target)
         again = create_part(tmp_path / "ram", META)
-        if wanted == 4:  # killed here: what is half restored is nothing
+        if target == 4:  # killed here: a half-restored store is ignored
             again.close()
-            # what it was to replace is still there
+            # the store that it was to replace is still there
             assert sorted(held_in(tmp_path / "ram")[0]) == [5, 6]
             again = create_part(tmp_path / "ram", META)
             restore(kept, again)
-            assert parts(again) == seen[wanted] and again.blob == kept.blob
+            assert parts(again) == seen[target] and again.blob == kept.blob
             again.close()
             assert max(held_in(tmp_path / "ram")[0]) == 6, "not published"
         else:
             again.close()
         kept.close()
     assert held_in(tmp_path / "files") == ((2,), replace(META, generation=1))
-    # nobody goes on from it: a new one, which holds nothing yet
+    # it is not resumed: a new store, still empty, replaces it
     again = open_snapshot(tmp_path / "files", META, -1)
     again.close()
     assert held_in(tmp_path / "files") == ((), None)
 
 
-def test_of_another_job(tmp_path: Path) -> None:
+def test_a_snapshot_of_another_job_is_refused(tmp_path: Path) -> None:
     tier = create_part(tmp_path / "ram", META)
     seen: Seen = {}
     step(tier, 0, seen)
@@ -179,7 +179,7 @@ def test_of_another_job(tmp_path: Path) -> None:
             open_snapshot(tmp_path / "files", other, 0)
 
 
-def test_the_start_says_what_holds(tmp_path: Path) -> None:  # Rule 3
+def test_the_start_reports_the_durability(tmp_path: Path) -> None:  # Rule 3
     ram, files = Path("/dev/shm/x"), tmp_path / "files"
     assert in_ram(ram) and not in_ram(files)
     assert "RAM alone" in describe_storage(ram, Path(), 0)

@@ -1,5 +1,5 @@
-"""A store that was never finished is begun anew after any power cut while what is left of it is
-removed (Rule 3)."""
+"""An unfinished store is created again after a power cut at any moment of its removal
+(Rule 3)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 class NothingElse:
-    """What was not synced is lost, names too."""
+    """A power cut that loses all unsynced bytes and names."""
 
     def choice(self, options):
         assert "none" in options
@@ -28,7 +28,7 @@ class NothingElse:
 
 
 def half_made(directories: list[Path]) -> None:
-    """All but directory 0 hold step 0: killed before the commit."""
+    """Create a store killed before its commit: all directories except 0 hold step 0."""
     store = create_store(directories, META, OWNERS)
     try:
         for chunk in RECORDS:
@@ -38,11 +38,11 @@ def half_made(directories: list[Path]) -> None:
         store.close()
 
 
-def test_a_power_cut_at_any_sync_while_it_is_removed(
+def test_a_power_cut_at_any_sync_of_the_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die() -> None:
-        power.roots = ()  # what is cleaned up on the way out is nothing that a killed process does
+        power.roots = ()  # a killed process does none of the cleanup that follows
         raise Killed
 
     monkeypatch.setattr(soak_power, "_die", die)
@@ -56,7 +56,7 @@ def test_a_power_cut_at_any_sync_while_it_is_removed(
         power = Power(shadow, directories, [Strike("sync", number, "kill before")])
         with monkeypatch.context() as patch:
             for name in ("fsync", "fdatasync", "pwritev", "write"):
-                patch.setattr(os, name, getattr(os, name))  # is put back
+                patch.setattr(os, name, getattr(os, name))  # restored afterwards
             power.install()
             try:
                 assert open_store(directories) is None
@@ -70,4 +70,4 @@ def test_a_power_cut_at_any_sync_while_it_is_removed(
         assert open_store(directories) is None
         half_made(directories)
     else:
-        raise AssertionError("it was never played to its end")
+        raise AssertionError("no run reached its end")

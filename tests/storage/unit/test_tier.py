@@ -1,4 +1,5 @@
-"""The contract of a tier (storage/tier.py). What is written is what is read; a part once a step."""
+"""The contract of a tier (storage/tier.py): bytes are read as written, and a part is written once
+per step."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def fill(tier: FileTier) -> None:
     tier.committed(0)
 
 
-def test_a_record_reads_back_in_whole_and_in_parts(tier: FileTier) -> None:
+def test_a_record_is_read_back_whole_and_in_parts(tier: FileTier) -> None:
     fill(tier)
     for chunk, r in RECORDS.items():
         whole = bytes(view(chunk, RECORD, 0))
@@ -85,13 +86,13 @@ def test_a_record_reads_back_in_whole_and_in_parts(tier: FileTier) -> None:
         assert read(tier, chunk, STATE_PART) == whole[r.weights_nbytes :]
 
 
-def test_parts_written_apart_read_as_one_record(tier: FileTier) -> None:
+def test_parts_written_separately_read_as_one_record(tier: FileTier) -> None:
     fill(tier)
     for step, order in ((1, (WEIGHTS, STATE_PART)), (2, (STATE_PART, WEIGHTS)), (3, (RECORD,))):
         for chunk in [c.id for c in TABLE.trainable]:
             for part in order:
                 tier.write(chunk, part, view(chunk, part, step))
-                # pending, and already read
+                # pending but already readable
                 assert read(tier, chunk, part) == bytes(view(chunk, part, step))
         tier.prepare(step, b"blob")
         tier.committed(step)
@@ -112,7 +113,7 @@ def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> 
         buffer = Buffer(r.nbytes)
         buffer.view[:] = b"\xab" * r.nbytes
         tier.read(chunk, RECORD, buffer.view)
-        assert set(buffer.view[: r.weights_nbytes]) == {0xAB}  # left as it was
+        assert set(buffer.view[: r.weights_nbytes]) == {0xAB}  # left unchanged
         assert bytes(buffer.view[r.weights_nbytes :]) == bytes(view(chunk, STATE_PART, step))
         tier.prepare(step, b"")
         tier.committed(step)
@@ -126,7 +127,7 @@ def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> 
     )
 
 
-def test_writing_twice_before_a_commit_is_our_mistake(tier: FileTier) -> None:
+def test_writing_twice_before_a_commit_fails_an_assertion(tier: FileTier) -> None:
     fill(tier)
     tier.write(0, STATE_PART, view(0, STATE_PART, 1))
     for part in (STATE_PART, RECORD):
@@ -162,7 +163,7 @@ def test_threads_on_different_chunks(tier: FileTier) -> None:
     assert not errors
 
 
-def test_a_view_that_is_not_on_a_page(tier: FileTier) -> None:
+def test_a_view_that_is_not_page_aligned(tier: FileTier) -> None:
     fill(tier)
     r = RECORDS[0]
     odd = Buffer(r.nbytes + PAGE)

@@ -1,4 +1,5 @@
-"""What the forward keeps: budget, scratch file, sharing, and what is left behind (nothing)."""
+"""Activations kept by the forward: budget, scratch file, sharing, and that nothing is left
+behind."""
 
 import gc
 import os
@@ -13,7 +14,7 @@ from roadtrain.streaming import activations as module
 from roadtrain.streaming.activations import Activations
 from roadtrain.units import show_bytes
 
-N = 1 << 18  # bytes of a tensor here
+N = 1 << 18  # bytes of a tensor in this file
 
 
 def tensor(seed, dtype=torch.float32):
@@ -55,8 +56,8 @@ def test_over_the_budget_without_a_place():
     keep.close()
 
 
-def settled(keep, seconds=20):
-    """Wait until no write or read is under way; the invariants hold all along."""
+def wait_until_idle(keep, seconds=20):
+    """Wait until no write or read is in progress, checking the invariants meanwhile."""
     deadline = time.time() + seconds
     while keep._jobs or any(t.state in ("leaving", "coming") for t in list(keep._live.values())):
         assert time.time() < deadline
@@ -84,12 +85,12 @@ def test_spilled_and_back(tmp_path, dtype, slow, monkeypatch):
         assert torch.equal(keep.load(ticket), want)
         keep.free(ticket)
         keep.check()
-    settled(keep)  # what was freed while it was written is held until then
+    wait_until_idle(keep)  # tensors freed during their write are held until its end
     assert keep.bytes_held == 0 and keep.peak_bytes <= 3 * N
     end = keep._end
     for t in [keep.save(t.clone()) for t in made]:  # the file does not grow from step to step
         keep.free(t)
-    settled(keep)
+    wait_until_idle(keep)
     assert keep._end <= max(end, 12 * N)
     keep.close()
 
@@ -121,7 +122,7 @@ def test_shared_is_kept_once(tmp_path):
     tickets = [keep.save(mask) for _ in range(5)]
     others = [keep.save(tensor(i)) for i in range(5)]
     assert len({id(t) for t in tickets}) == 1
-    assert keep.load(tickets[0]).data_ptr() == mask.data_ptr()  # the last to leave
+    assert keep.load(tickets[0]).data_ptr() == mask.data_ptr()  # the last to be written
     for t in tickets[:4]:
         keep.free(t)
     assert torch.equal(keep.load(tickets[4]), mask)
@@ -188,7 +189,7 @@ def test_full_disk(tmp_path, monkeypatch):
 def test_a_flipped_bit_in_the_scratch_file(tmp_path):  # Rule 6
     keep = Activations(3 * N, tmp_path, "cpu")
     tickets = [keep.save(tensor(i)) for i in range(8)]
-    settled(keep)
+    wait_until_idle(keep)
     away = next(t for t in tickets if t.state == "away")
     fd = keep._file.fileno()
     byte = os.pread(fd, 1, away.at + 77)[0]
@@ -215,13 +216,13 @@ def test_freed_while_leaving(tmp_path, monkeypatch):
         tickets = [keep.save(tensor(i)) for i in range(6)]
         for t in tickets:
             keep.free(t)
-    settled(keep)
+    wait_until_idle(keep)
     assert keep.bytes_held == 0
-    assert sum(map(len, keep._holes.values())) * N == keep._end  # every hole once
+    assert sum(map(len, keep._holes.values())) * N == keep._end  # each hole counted once
     keep.close()
 
 
-def test_close_with_work_under_way(tmp_path):
+def test_close_during_writes(tmp_path):
     keep = Activations(N, tmp_path, "cpu")
     for i in range(10):
         keep.save(tensor(i))

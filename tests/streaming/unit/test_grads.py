@@ -21,7 +21,7 @@ class Book:
 
 
 def pair(dtype=torch.float32, placed=(0, 2), grads=None):
-    """The same parameters twice: all gradients plain, and some of them placed."""
+    """The same parameters twice: with plain gradients, and with some gradients placed."""
     torch.manual_seed(0)
     grads = grads or [torch.randn(s).to(dtype) * 3 for s in SHAPES]
     plain = [nn.Parameter(torch.zeros(g.shape, dtype=dtype)) for g in grads]
@@ -70,7 +70,7 @@ def test_other_norms_are_refused(foreach):
         mixed[0].grad.norm(dim=0)
 
 
-def test_tensor_face():
+def test_a_placed_gradient_behaves_like_a_tensor():
     plain, mixed, _ = pair()
     g = mixed[0].grad
     assert isinstance(g, PlacedGrad)

@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 
 def take(model, seed=0, init=None, blocks=None):
-    """name -> value, block by block; asserts that no two parts exist at once."""
+    """Initialize block by block and return name -> value; asserts that no two parts exist at
+    once."""
     torch.manual_seed(seed)
     s = split(model, blocks)
     values = {}

@@ -1,5 +1,5 @@
-"""The state of a job as bytes: what goes in comes out, all else is a typed error, nothing is
-executed (Rule 8)."""
+"""The state of a job as bytes: values survive a round trip, anything else is a typed error, and
+nothing is executed (Rule 8)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def raw_of(tensor) -> bytes:
 
 
 def same(a, b) -> bool:
-    """Types too; NaN is NaN."""
+    """Whether values and types are equal; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -83,7 +83,7 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype):
         assert same(plain.decode(plain.encode([tensor, "behind"])), [tensor.contiguous(), "behind"])
 
 
-def test_what_a_job_commits_comes_back():
+def test_the_state_of_a_job_survives_a_round_trip():
     random.seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
@@ -101,7 +101,7 @@ def test_what_a_job_commits_comes_back():
         "extra": {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            **{str(i): one.state_dict() for i, one in enumerate(schedulers)},
+            **{str(i): scheduler.state_dict() for i, scheduler in enumerate(schedulers)},
         },
         "numpy": list(np.random.get_state()),
         "scalar": np.float64(0.1),
@@ -147,12 +147,12 @@ class Odd:
         ([np.datetime64("2026-11-23")], "datetime.date"),
     ],
 )
-def test_other_types_are_refused_when_they_are_saved(value, words):
+def test_other_types_are_refused_on_saving(value, words):
     with pytest.raises(ConfigError, match=words):
         plain.encode(value, "extra")
 
 
-def test_what_holds_itself_is_refused():
+def test_a_value_that_contains_itself_is_refused():
     value: list = []
     value.append({"again": value})
     with pytest.raises(ConfigError, match="contains itself"):
@@ -164,7 +164,7 @@ GOOD = plain.encode(
 )
 
 
-def test_every_cut_of_a_state_is_an_error():
+def test_every_truncated_state_is_an_error():
     for length in range(len(GOOD)):
         with pytest.raises(StoreError):
             plain.decode(GOOD[:length])
@@ -189,7 +189,7 @@ def test_spoiled_bytes_give_a_value_or_a_typed_error(at, byte, more):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "tree",
     [
         ["tensor", "float32", [1 << 60]],
         ["tensor", "float32", [-1]],
@@ -208,8 +208,8 @@ def test_spoiled_bytes_give_a_value_or_a_typed_error(at, byte, more):
         ["int", "x"],
     ],
 )
-def test_a_header_that_says_what_no_state_says(told):
-    header = plain.msgspec.msgpack.encode(told)
+def test_an_impossible_header_is_refused(tree):
+    header = plain.msgspec.msgpack.encode(tree)
     with pytest.raises(DamagedError):
         plain.decode(plain.MAGIC + plain.LENGTH.pack(len(header)) + header)
 

@@ -1,4 +1,4 @@
-"""A released parameter answers what needs no values, and refuses the rest (Rule 6)."""
+"""A released parameter answers queries that need no values and refuses the rest (Rule 6)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roadtrain.streaming.released import (
 
 
 class Special(nn.Parameter):
-    """A class of parameters that somebody else made."""
+    """A parameter subclass of a third party."""
 
 
 @pytest.fixture(params=[nn.Parameter, Special])
@@ -33,7 +33,7 @@ def released(request):
     return p
 
 
-def test_tells_what_needs_no_values(released):
+def test_queries_that_need_no_values_are_answered(released):
     p = released
     assert isinstance(p, nn.Parameter) and is_released(p) and has_released_value(p)
     assert (
@@ -46,7 +46,7 @@ def test_tells_what_needs_no_values(released):
     assert p in {p} and p in [p] and "released parameter" in repr(p) and "(3, 2)" in f"{p}"
 
 
-# torch's questions about a tensor, and about anything, that begin with "is_"
+# torch's methods and functions named "is_..."
 QUESTIONS = {
     *("is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed"),
     *("is_floating_point", "is_inference", "is_neg", "is_nonzero", "is_pinned", "is_same_size"),
@@ -54,15 +54,15 @@ QUESTIONS = {
 }
 
 
-def test_of_the_questions_one_needs_values(released):
-    """A question that is new in torch is missing in QUESTIONS: does it need values?"""
+def test_only_one_query_needs_values(released):
+    """A query new in torch is missing in QUESTIONS: decide whether it needs values."""
     found = {
         name
         for home in (torch.Tensor, torch)
         for name in dir(home)
         if name.startswith("is_")
         and callable(getattr(home, name))
-        and not name.endswith(("_enabled", "_available"))  # they are not about a tensor
+        and not name.endswith(("_enabled", "_available"))  # these do not query a tensor
     }
     assert found <= QUESTIONS
     with pytest.raises(LoopError, match="in memory only while its block runs"):
@@ -73,7 +73,7 @@ def test_of_the_questions_one_needs_values(released):
         assert getattr(released, name)() in (False, True)
 
 
-def test_its_gradient_is_an_ordinary_tensor(released):
+def test_the_gradient_of_a_released_parameter_is_an_ordinary_tensor(released):
     released.grad = torch.full((3, 2), 2.0)
     assert not is_released(released.grad)
     norm = nn.utils.clip_grad_norm_([released], 1.0)
@@ -110,14 +110,14 @@ READS = {
 
 
 @pytest.mark.parametrize("how", READS)
-def test_refuses_to_be_read(released, how):
+def test_reading_a_released_parameter_is_refused(released, how):
     with pytest.raises(LoopError, match="in memory only while its block runs"):
         READS[how](released)
 
 
-def test_is_what_it_was_once_it_is_fetched(released):
+def test_a_fetched_parameter_is_as_before(released):
     kind = next(k for k in type(released).__mro__ if k in (nn.Parameter, Special))
-    set_released(released)  # twice is once
+    set_released(released)  # a second call changes nothing
     set_fetched(released)
     released.data = torch.full((3, 2), 3.0)
     assert type(released) is kind and released.sum().item() == 18 and not is_released(released.data)

@@ -1,4 +1,4 @@
-"""Which modules become blocks, and who owns tied parameters."""
+"""The choice of modules that become blocks, and the owners of tied parameters."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def names(s):
 
 
 def check(model, s):
-    """Every parameter in exactly one part, under its canonical name."""
+    """Check that every parameter is in exactly one part, under its canonical name."""
     held = [(n, id(p)) for part in (s.root, *s.blocks) for n, p in part.params]
     assert sorted(held) == sorted((n, id(p)) for n, p in model.named_parameters())
 
@@ -46,7 +46,7 @@ def test_outermost_lists():
     check(model, s)
 
 
-def test_short_lists_are_looked_into():
+def test_short_lists_are_searched():
     model = nn.ModuleList([Coder(2)])
     assert names(split(model)) == ["0.layers.0", "0.layers.1"]
     assert names(split(nn.ModuleList([Coder(1)]))) == []
@@ -91,7 +91,7 @@ def test_named():
 def test_tied():
     model = Coder(4)
     model.layers[1].a.weight = model.layers[0].a.weight  # two blocks
-    model.layers[2].a.bias = model.norm.bias  # block and outside
+    model.layers[2].a.bias = model.norm.bias  # shared by a block and the root
     model.layers[3] = model.layers[2]  # the same block twice
     s = split(model)
     assert names(s) == ["layers.0", "layers.1", "layers.2"]

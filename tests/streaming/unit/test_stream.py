@@ -60,9 +60,10 @@ def same_grads(plain, s, rtol=0.0):
 
 
 def compare(make, loss_of, steps=3, micro=1, lr=0.1, rtol=0.0, **kw):
-    """`steps` SGD steps of `micro` backwards each, plain and streamed. Equal bit for bit, but for
-    `rtol` where plain autograd adds up the same terms in another order: where a block's input has
-    other readers than that block.
+    """Run `steps` SGD steps of `micro` backwards each, plain and streamed, and compare bit for bit.
+
+    With `rtol` where plain autograd adds the same terms in another order, which happens if a
+    block's input has other readers than that block.
     """
     plain, s = make(), Streamed(make(), **kw)
     for step in range(steps):
@@ -142,7 +143,7 @@ def test_backward_inside_autocast():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters(dtype):
     compare(lambda: llama().to(dtype), lm_loss)
-    s = Streamed(gpt2(), dtype=dtype)  # fp32 model, parameters travel and compute in `dtype`
+    s = Streamed(gpt2(), dtype=dtype)  # fp32 model; parameters are sent and used in `dtype`
     plain = gpt2().to(dtype)
     losses = []
     for model in (plain, s.model):
@@ -198,7 +199,7 @@ def test_block_inside_a_checkpoint(reentrant):
 
 
 class Mlp(nn.Module):
-    """A stack of blocks; `extra` is a module inside each."""
+    """A stack of blocks. extra: A module inside each block."""
 
     def __init__(self, extra=None, n=3):
         torch.manual_seed(2)
@@ -242,7 +243,7 @@ def test_batch_norm_several_forwards_before_a_backward():
     compare(lambda: Mlp(nn.BatchNorm1d(8, momentum=None)), two)
 
 
-def test_buffer_changed_between():
+def test_a_buffer_changed_between_forward_and_backward():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -256,7 +257,7 @@ def test_buffer_changed_between():
     loss = sq(s.model)
     s.model.layers[1][2].scale.mul_(2)
     s.model.layers[2][2].scale = torch.zeros(())
-    loss.backward()  # as it was in the forward
+    loss.backward()  # with the buffer as it was in the forward
     same_grads(plain, s)
     assert [float(layer[2].scale) for layer in s.model.layers] == [1, 2, 0]
     s.finish()
@@ -269,7 +270,7 @@ def test_batch_norm_in_eval_then_train():
         if model is plain:
             loss.backward()
         with torch.no_grad():
-            sq(model.train())  # its kernel changes the statistics without counting
+            sq(model.train())  # its kernel changes the statistics without a version count
         if model is not plain:
             loss.backward()
     same_grads(plain, s)
@@ -485,7 +486,7 @@ def test_encoder_decoder(kind):
 
 
 class Odd(nn.Module):
-    """Every kind of argument and result."""
+    """A block with every kind of argument and result."""
 
     def __init__(self):
         super().__init__()
@@ -601,7 +602,7 @@ def test_eval_and_generate():
                 a = plain.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
                 b = s.model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
                 assert torch.equal(a, b)
-        for model in (plain, s.model):  # training goes on, and gradients flow in eval mode too
+        for model in (plain, s.model):  # training continues, and gradients flow in eval mode too
             lm_loss(model).backward()
         same_grads(plain, s)
         s.finish()
@@ -637,7 +638,7 @@ def test_mode_and_rng_are_replayed():
 
 
 def test_encoder_layer_fast_path():
-    """torch's TransformerEncoderLayer takes another kernel when gradients are off: note SAME
+    """torch's TransformerEncoderLayer uses another kernel when gradients are off: note SAME
     GRAPH."""
 
     def make():
@@ -660,7 +661,7 @@ def test_version_check():
     assert not any(s.source.out.values())
 
 
-def test_shared_parameter_changed_between():
+def test_a_shared_parameter_changed_between_forward_and_backward():
     model = Mlp()
     model.layers[2][0].bias = model.inn.bias
     s = Streamed(model)
@@ -696,7 +697,7 @@ def test_input_changed_in_place():
     s = Streamed(Mlp())
     h = s.model.inn(X)
     out = s.model.layers[0](h)
-    h.data.add_(1)  # torch does not count this one either
+    h.data.add_(1)  # torch does not count this change either
     h.detach().add_(1)
     with pytest.raises(
         ModelError, match=r"'layers.0': an input of the block, of shape \(10, 8\), was changed in"
@@ -822,7 +823,7 @@ def test_pass_end_when_only_the_root_has_gradients():
     s = Streamed(Mlp())
     s.model.out(torch.ones(1, 8)).sum().backward()
     assert s.ends == 1
-    with pytest.raises(ZeroDivisionError):  # a pass that fails does not hide the next one
+    with pytest.raises(ZeroDivisionError):  # a failing pass does not hide the next
         loss = sq(s.model)
         loss.register_hook(lambda g: 1 / 0)
         loss.backward()
@@ -849,7 +850,7 @@ def test_handles():
     assert not any(s.source.out.values())
 
 
-def test_error_inside_a_block_gives_it_back():
+def test_an_error_inside_a_block_releases_it():
     s = Streamed(Mlp())
     for grad in (True, False):
         with (
@@ -901,8 +902,8 @@ def test_copying_is_refused():
         copy.deepcopy(s.model)
 
 
-def test_inputs_are_all_that_is_kept():
-    """Between forward and backward a block costs its input: nothing inside it stays alive."""
+def test_only_block_inputs_are_kept():
+    """Between forward and backward only the input of a block stays alive, nothing inside it."""
 
     class Wide(nn.Module):
         def __init__(self):

@@ -1,5 +1,5 @@
-"""Who means what: the coordinator of agreements finds workers that differ, and those that wait
-for each other, and nothing else (Rules 5 and 6)."""
+"""The coordinator of agreements finds exactly the workers that differ and those that wait for each
+other (Rules 5 and 6)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def op(
     return Operation(identity, use, signature, each)
 
 
-def test_all_say_the_same_once() -> None:
+def test_equal_operations_are_agreed_once() -> None:
     machine = AgreementStateMachine(3)
     for worker in (2, 0):
         assert machine.say(worker, 0, op("x")) == []
         machine.check()
     assert machine.say(1, 0, op("x")) == [Agreed(op("x"))]
-    assert machine.say(2, 0, op("x", use=1)) == [Agreed(op("x", use=1), 2)], "said before it knew"
+    assert machine.say(2, 0, op("x", use=1)) == [Agreed(op("x", use=1), 2)], (
+        "announced before it knew the operation"
+    )
     assert machine.say(0, 0, op("b", each=True)) == [] == machine.say(1, 0, op("b", each=True))
     assert machine.say(2, 0, op("b", each=True)) == [Agreed(op("b", each=True))]
-    assert machine.say(0, 0, op("b", use=1, each=True)) == [], "each time anew"
+    assert machine.say(0, 0, op("b", use=1, each=True)) == [], "must be agreed each time"
 
 
-def test_one_sentence_says_who_says_what() -> None:
+def test_a_mismatch_lists_the_operation_of_each_worker() -> None:
     machine = AgreementStateMachine(3)
     machine.say(0, 0, op("x", "int32 [17]"))
     machine.say(2, 0, op("x", "int32 [17]"))
@@ -44,18 +46,19 @@ def test_one_sentence_says_who_says_what() -> None:
     assert verdict == Mismatch(
         1, "workers differ about 'x': workers 0, 2: int32 [17]; worker 1: float32 [17]"
     )
-    assert machine.say(0, 0, op("y")) == [], "of the epoch that is over"
+    assert machine.say(0, 0, op("y")) == [], "belongs to the previous epoch"
     assert machine.say(0, 1, op("x")) == [] == machine.say(1, 1, op("x"))
     assert machine.say(2, 1, op("x")) == [Agreed(op("x"))]
 
 
-def test_one_that_is_known_differs_from_one_that_is_new() -> None:
-    """Worker 0 needed no word for it; it waits for a second and says so."""
+def test_a_changed_operation_differs_from_the_agreed_one() -> None:
+    """Worker 0 reuses the agreed operation without asking and reports it once it has waited for a
+    second."""
     machine = AgreementStateMachine(2)
     machine.say(0, 0, op("x"))
     machine.say(1, 0, op("x"))
     assert machine.say(1, 0, op("x", "float32 [4]", use=5)) == []
-    assert machine.stall(0, 0, [op("x", use=4)], None) == [], "an older one is merely late"
+    assert machine.stall(0, 0, [op("x", use=4)], None) == [], "an older use is merely late"
     (verdict,) = machine.stall(0, 0, [op("x", use=5)], None)
     assert (
         isinstance(verdict, Mismatch)
@@ -65,23 +68,25 @@ def test_one_that_is_known_differs_from_one_that_is_new() -> None:
 
 def answers(
     machine: AgreementStateMachine,
-    said: list[AgreementAction],
+    actions: list[AgreementAction],
     begun: dict[int, set[str]],
     blocked: dict[int, str],
 ) -> list[AgreementAction]:
-    """What the workers asked say, and what follows."""
+    """Feed the answers of the queried workers. Returns the resulting actions."""
     out: list[AgreementAction] = []
-    for one in said:
-        if isinstance(one, AskWhetherBegun):
-            name = one.place[0]
-            out += machine.has(one.to, 0, one.place, name in begun[one.to], (blocked[one.to], 0))
+    for action in actions:
+        if isinstance(action, AskWhetherBegun):
+            name = action.place[0]
+            out += machine.has(
+                action.to, 0, action.place, name in begun[action.to], (blocked[action.to], 0)
+            )
     return out
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_ring_of_waits_is_found(workers: int) -> None:
-    """Worker i has begun its own and waits for it; the next one is blocked on another and has
-    not begun that."""
+    """Each worker has begun one operation and waits for it, while the next worker waits for another
+    and has not begun this one."""
     machine = AgreementStateMachine(workers)
     blocked = {rank: f"t{rank}" for rank in range(workers)}
     begun = {
@@ -102,10 +107,10 @@ def test_a_ring_of_waits_is_found(workers: int) -> None:
         assert f"worker {rank} waits for '{name}' (float32 [3]), {lacks}" in found[0].words
 
 
-def test_who_is_late_is_no_ring() -> None:
+def test_a_late_worker_is_no_ring() -> None:
     machine = AgreementStateMachine(2)
     blocked = {0: "a", 1: "b"}
-    # worker 1 has begun a, and waits for b, which worker 0 will begin
+    # worker 1 has begun a and waits for b, which worker 0 will begin
     begun = {0: {"a"}, 1: {"a", "b"}}
     for _ in range(3):
         for rank, name in blocked.items():
@@ -116,7 +121,7 @@ def test_who_is_late_is_no_ring() -> None:
     machine.check()
 
 
-def test_what_waits_for_one_that_has_gone_hears_it() -> None:
+def test_an_operation_that_waits_for_a_lost_worker_fails() -> None:
     machine = AgreementStateMachine(3)
     machine.say(0, 0, op("x"))
     (lost,) = machine.left(1, "closed")
@@ -126,7 +131,7 @@ def test_what_waits_for_one_that_has_gone_hears_it() -> None:
     assert isinstance(lost, WorkerLost) and lost.to == 2
 
 
-def test_asynchronous_workers_are_compared_and_wait_for_nobody() -> None:
+def test_asynchronous_workers_are_compared_without_waiting() -> None:
     machine = AgreementStateMachine(2, waits=False)
     assert machine.say(0, 0, op("x", use=3)) == []
     assert machine.left(1, "closed") == []
@@ -135,9 +140,9 @@ def test_asynchronous_workers_are_compared_and_wait_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_programs_that_are_the_same_always_end(seed: int) -> None:
-    """Whatever the speeds: workers that begin the same operations in any order, each blocked on
-    a random one, are never told that they differ."""
+def test_equal_programs_always_end(seed: int) -> None:
+    """At any speeds, workers that begin the same operations in any order, each blocked on a random
+    operation, never get a mismatch."""
     pick, workers = random.Random(seed), 3
     machine = AgreementStateMachine(workers)
     names = [f"t{i}" for i in range(6)]
@@ -149,21 +154,25 @@ def test_programs_that_are_the_same_always_end(seed: int) -> None:
         left = [name for name in orders[rank] if name not in begun[rank]]
         if left and pick.random() < 0.5:
             begun[rank].append(left[0])
-            said = machine.say(rank, 0, op(left[0]))
+            actions = machine.say(rank, 0, op(left[0]))
         else:
             waits = [name for name in begun[rank] if name not in done]
-            # all handles first, then their waits
+            # a program takes all handles before it waits for any
             blocked = op(pick.choice(waits)) if waits and not left else None
-            said = machine.stall(rank, 0, [op(name) for name in waits], blocked)
-        for one in said:
-            assert not isinstance(one, Mismatch)
-            if isinstance(one, Agreed):
-                done.add(one.operation.identity)
-            if isinstance(one, AskWhetherBegun):
-                mine = machine._workers[one.to].blocked
+            actions = machine.stall(rank, 0, [op(name) for name in waits], blocked)
+        for action in actions:
+            assert not isinstance(action, Mismatch)
+            if isinstance(action, Agreed):
+                done.add(action.operation.identity)
+            if isinstance(action, AskWhetherBegun):
+                mine = machine._workers[action.to].blocked
                 assert (
                     machine.has(
-                        one.to, 0, one.place, one.place[0] in begun[one.to], mine and mine.place
+                        action.to,
+                        0,
+                        action.place,
+                        action.place[0] in begun[action.to],
+                        mine and mine.place,
                     )
                     == []
                 )

@@ -1,4 +1,4 @@
-"""A verdict of the coordinator while the program of a worker goes on (sums/agreement.py)."""
+"""A verdict of the coordinator arrives while a worker's program continues (sums/agreement.py)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from roadtrain.sums.agreement import Agreement
 
 
 def silent(kind: int, fields: Any, payload: bytes = b"") -> None:
-    """A coordinator's link that carries nothing."""
+    """Stands for a coordinator's link and drops all messages."""
 
 
-def test_what_begins_while_a_verdict_is_carried_out_is_of_the_new_epoch() -> None:  # Rule 5
-    """The program hears of its sum that is given up, and is faster than who gives up the rest."""
+def test_a_sum_begun_while_a_verdict_is_applied_belongs_to_the_new_epoch() -> None:  # Rule 5
+    """The program learns that its sum was dropped and resumes before the other sums are dropped."""
     agreement = Agreement(0, True, 60.0, silent, lambda: None, lambda error: None)
-    heard = threading.Event()
+    dropped_sum = threading.Event()
     errors: list[BaseException] = []
-    goes_on = threading.Thread(target=lambda: heard.wait(10) and agreement.resume())
+    goes_on = threading.Thread(target=lambda: dropped_sum.wait(10) and agreement.resume())
 
     def dropped(error: BaseException) -> None:
         errors.append(error)
-        heard.set()
-        goes_on.join(0.3)  # so much time it has, if it does not wait
+        dropped_sum.set()
+        goes_on.join(0.3)  # long enough for the program to resume if it does not wait
 
     try:
         agreement.run(agreement.begin("a sum", "float32 [1]"), lambda: None, dropped)

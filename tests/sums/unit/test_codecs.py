@@ -1,5 +1,5 @@
-"""Codecs of gradients that travel to reducers: what is decoded, what error feedback keeps, what
-is refused (Rules 1, 2 and 8)."""
+"""Codecs of gradients sent to reducers: decoded values, residuals of error feedback, refused input
+(Rules 1, 2 and 8)."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from roadtrain.sums import formats
 ALL = ("bf16", "fp16", "topk:0.1", "topk:0.9", "onebit", "dither:2", "dither:4", "dither:8")
 LEVELS = ("dither:2", "dither:4", "dither:8")  # the largest magnitude and 0 are exact
 FEEDBACK = ("topk:0.1", "onebit", "dither:2", "dither:4")
-NOT_FINITE = ("onebit", "dither:4", "topk:0.1")  # one NaN makes a decoded value NaN
+NOT_FINITE = ("onebit", "dither:4", "topk:0.1")  # a NaN makes decoded values NaN
 floats = hnp.arrays(np.float32, st.integers(1, 70), elements=st.floats(-1e4, 1e4, width=32))
 
 
@@ -28,7 +28,7 @@ def through(text, values, seed=0):
 @pytest.mark.parametrize("text", ALL)
 @settings(deadline=None, max_examples=40)
 @given(values=floats, seed=st.integers(0, 1 << 70))
-def test_what_is_decoded_is_near(text, values, seed):  # Rule 2: as near as its kind says
+def test_decoded_values_are_near_the_originals(text, values, seed):  # Rule 2
     out, most = through(text, values, seed), np.abs(values).max()
     kind, _, argument = text.partition(":")
     if kind in ("bf16", "fp16"):
@@ -62,23 +62,23 @@ def test_dithering_has_the_right_mean(text):
 
 @pytest.mark.parametrize("text", FEEDBACK)
 def test_nothing_is_lost_with_error_feedback(text):
-    """What was sent and what is kept add up to what was to be sent."""
+    """Sent values and the residual add up to the original values."""
     rng = np.random.default_rng(0)
-    residual, wanted, sent = np.zeros(500, np.float32), np.zeros(500), np.zeros(500)
+    residual, expected, sent = np.zeros(500, np.float32), np.zeros(500), np.zeros(500)
     raw, out = bytearray(formats.format_of(text).nbytes(500)), np.empty(500, np.float32)
     for step in range(50):
         values = rng.standard_normal(500, np.float32)
         formats.encode(text, values, residual, raw, step)
         formats.decode(text, memoryview(raw), out)
-        wanted += values
+        expected += values
         sent += out
-    assert np.allclose(wanted, sent + residual, atol=1e-3)
-    assert np.abs(residual).max() < 60, "it does not grow without bound"
+    assert np.allclose(expected, sent + residual, atol=1e-3)
+    assert np.abs(residual).max() < 60, "the residual grows without bound"
 
 
 @pytest.mark.parametrize("text", NOT_FINITE)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_shows_and_is_gone_a_step_later(text, wrong):
+def test_a_non_finite_value_shows_and_disappears_a_step_later(text, wrong):
     values, residual = np.ones(100, np.float32), np.zeros(100, np.float32)
     raw, out = bytearray(formats.format_of(text).nbytes(100)), np.empty(100, np.float32)
     for step in range(2):
@@ -92,7 +92,7 @@ def test_what_is_not_finite_shows_and_is_gone_a_step_later(text, wrong):
 @pytest.mark.parametrize("text", ALL)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), n=st.integers(1, 40))
-def test_whatever_comes_is_decoded_or_refused(text, data, n):  # Rule 8
+def test_any_bytes_are_decoded_or_refused(text, data, n):  # Rule 8
     size = formats.format_of(text).nbytes(n)
     raw = data.draw(st.binary(min_size=size, max_size=size))
     around = np.full(n + 64, 7, np.float32)
@@ -114,12 +114,12 @@ def test_whatever_comes_is_decoded_or_refused(text, data, n):  # Rule 8
         ("onebit:1", "no argument"),
     ],
 )
-def test_unknown_ones_are_refused_with_a_hint(text, words):
+def test_unknown_codecs_are_refused_with_a_hint(text, words):
     with pytest.raises(ConfigError, match=words):
         formats.format_of(text)
 
 
-def test_users_add_their_own():
+def test_users_can_register_a_codec():
     class Ternary(formats.Codec):
         name = "signs"
 

@@ -1,5 +1,5 @@
-"""Spare hosts that come and go: all workers agree on the place of every part of every round, at
-every moment."""
+"""Spare hosts that join and leave: at every moment all workers agree on the site of every part of
+every round."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KEYS, PARTS = (1, 2, 99), 23
 
 
 class World:
-    """`n` workers, their maps and rounds, and what is on its way to them, with every order of
-    arrival possible."""
+    """`n` workers with their maps, rounds and messages in transit, which may arrive in any
+    order."""
 
     def __init__(self, n: int, k: int, rng: random.Random) -> None:
         self.n, self.rng = n, rng
@@ -60,7 +60,7 @@ class World:
             self.pushed.setdefault((key, number, part), {})[worker] = site
 
     def finish(self, worker: int) -> None:
-        """Its sums are there where all have pushed all parts to the same places."""
+        """Complete a worker's sums whose parts all workers have pushed to the same sites."""
         for key in KEYS:
             number = self.rounds[worker][key]
             places = [self.pushed.get((key, number, part), {}) for part in range(PARTS)]
@@ -90,16 +90,16 @@ class World:
         for (key, number), old in before.items():
             new = self.maps[worker].reducers(key, PARTS, number)
             lacked = message.rounds.get(key, (0, 1))[1]
-            if number >= lacked:  # earlier ones nobody needs any more
+            if number >= lacked:  # earlier rounds are no longer needed
                 assert all(a == b or a in message.removed for a, b in zip(old, new)), (
-                    "only what is gone moves"
+                    "a part of a remaining site moved"
                 )
         for key, number in self.rounds[worker].items():
             assert self.maps[worker].removed.isdisjoint(
                 self.maps[worker].reducers(key, PARTS, number + 1)
             )
         self.held[worker] = False
-        for key in KEYS:  # again, where they moved: its own, or for those who lack it the sum
+        for key in KEYS:  # push moved parts again: its own, or the sum for workers that lack it
             for number in range(message.rounds.get(key, (0, 1))[1], self.rounds[worker][key] + 1):
                 self.push(worker, key, number)
 
@@ -139,12 +139,12 @@ def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
             world.begin(worker)
         else:
             world.finish(worker)
-    while any(world.inbox) or world.states:  # nothing more happens: all must come to rest
+    while any(world.inbox) or world.states:  # without further events all must come to rest
         for worker in range(n):
             world.deliver(worker)
         world.answer()
     assert not any(world.held) and world.coordinator.query is None
-    for _ in range(4):  # all go to the same round
+    for _ in range(4):  # all advance to the same round
         for key in KEYS:
             for worker in range(n):
                 world.finish(worker)
@@ -156,21 +156,25 @@ def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
                     world.push(worker, key, world.rounds[worker][key])
     for worker in range(n):
         world.finish(worker)
-    assert all(all(done.values()) for done in world.done), "no round is left over"
+    assert all(all(done.values()) for done in world.done), "a round is incomplete"
     there = {*range(n), *world.coordinator.spares}
     for key in KEYS:
-        of = [one.reducers(key, PARTS, max(r[key] for r in world.rounds) + 1) for one in world.maps]
+        of = [
+            each.reducers(key, PARTS, max(r[key] for r in world.rounds) + 1) for each in world.maps
+        ]
         assert all(sites == of[0] for sites in of) and set(of[0]) <= there
 
 
-def test_who_is_not_reached_by_all_is_not_used() -> None:
+def test_a_spare_host_that_some_cannot_reach_is_not_used() -> None:
     coordinator = MembershipStateMachine(2, ())
     (ask,) = coordinator.offered("a:1", 1.0)
     assert ask == AskRounds(1, ((2, "a:1", 1.0),))
     assert coordinator.state(0, 1, {}, []) == [] and coordinator.offered("b:1", 1.0) == []
     change, again = coordinator.state(1, 1, {5: (3, False)}, [2])
     assert change == Change(1, (), (), {5: (3, 1)}) and again == AskRounds(2, ((3, "b:1", 1.0),))
-    assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], "an old answer"
+    assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], (
+        "an outdated answer is ignored"
+    )
     coordinator.state(0, 2, {}, [])
     assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {
         3: ("b:1", 1.0)
@@ -197,14 +201,14 @@ def test_only_parts_of_a_reducer_that_was_removed_are_moved() -> None:
     assert {*there.reducers(1, PARTS, begun), *there.reducers(1, PARTS, later)} <= {0, 1, 2}
 
 
-def test_separate_workers_sum_only_while_there_is_no_spare_host() -> None:
+def test_separate_workers_sum_only_without_spare_hosts() -> None:
     there = Map([1.0, 1.0], ((2, "a", 1.0), (3, "b", 3.0)), separate=True)
     assert there.shares == {0: 0.0, 1: 0.0, 2: 0.25, 3: 0.75}
     there.change(Change(1, (2, 3), (), {}))
     assert there.shares == {0: 0.5, 1: 0.5}
 
 
-class Heard:
+class RecordingLink:
     def __init__(self) -> None:
         self.frames: list[tuple[int, bytes]] = []
 
@@ -228,11 +232,11 @@ class Sums:
         self.failed.append(error)
 
 
-def test_what_a_worker_says_before_it_knows_its_coordinator_is_said_then() -> None:
-    delegate, link, sums = CoordinatorLink(), Heard(), Sums()
+def test_messages_before_the_coordinator_is_known_are_sent_later() -> None:
+    delegate, link, sums = CoordinatorLink(), RecordingLink(), Sums()
     delegate.sums = sums
     delegate.reducer_lost(3, "s3 died")
-    # as soon as the link is there, before we are told
+    # as soon as the link exists, before we learn of it
     delegate.arrived(sum_frames.ASK, m.encode((1, [])), memoryview(b""))
     delegate.linked(link)  # type: ignore[arg-type]
     delegate.reducer_lost(4, "s4 died")

@@ -1,5 +1,5 @@
-"""The parts that a worker queues in its links: their sizes, how many wait in a link, and their
-order. A link that keeps its frames stands for a slow link."""
+"""The parts that a worker queues in its links: sizes, number queued per link, and order. A link
+that keeps its frames stands for a slow link."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,7 @@ from roadtrain.units import KIB, MIB
 
 
 class SlowLinks:
-    """The links of a worker. `order`: the keys of all parts, in the order in which they were
-    queued."""
+    """The links of a worker. order: Keys of all parts, in the order of queuing."""
 
     def __init__(self):
         self.links, self.order = [], []
@@ -23,12 +22,12 @@ class SlowLinks:
         return self.links[-1]
 
     def leave(self):
-        """Send the oldest part of the longest queue, and return its size."""
+        """Send the oldest part of the longest queue and return its size."""
         return max(self.links, key=lambda link: len(link.queued)).leave()
 
 
 class KeptLink:
-    """Keeps the parts that are queued in it, until `leave` sends the oldest."""
+    """Keeps queued parts until `leave` sends the oldest."""
 
     peer = "a slow link"
 
@@ -84,7 +83,7 @@ def test_a_part_is_a_256th_of_its_tensor_within_bounds(nbytes, part, sums, slow)
     while any(link.queued for link in slow.links):
         sizes.append(slow.leave())
     assert set(sizes) == {part}
-    assert sum(sizes) == nbytes, "all parts left"
+    assert sum(sizes) == nbytes, "all parts were sent"
 
 
 @pytest.mark.parametrize("nbytes", [8 * MIB, 80 * MIB, 256 * MIB])
@@ -98,7 +97,7 @@ def test_a_link_gets_no_part_while_enough_bytes_wait(nbytes, sums, slow):
 
 
 @pytest.mark.parametrize("nbytes", [8 * MIB, 256 * MIB])
-def test_an_urgent_tensor_waits_only_for_the_parts_that_are_queued(nbytes, sums, slow):
+def test_an_urgent_tensor_waits_only_for_queued_parts(nbytes, sums, slow):
     begin(sums, 1, nbytes, priority=5)
     for _ in range(6):
         slow.leave()
@@ -107,5 +106,5 @@ def test_an_urgent_tensor_waits_only_for_the_parts_that_are_queued(nbytes, sums,
     for _ in range(30):
         slow.leave()
     after = slow.order[before:]
-    assert after[:16] == [2] * 16, "its 16 parts are the next that the links get"
-    assert set(after[16:]) == {1}, "then the large tensor goes on"
+    assert after[:16] == [2] * 16, "its 16 parts are queued next"
+    assert set(after[16:]) == {1}, "then the large tensor continues"

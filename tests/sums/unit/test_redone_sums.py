@@ -1,6 +1,6 @@
-"""A sum that one worker has and another lacks: who has it may go on at once, the other gets the
-right one (Rule 1). Found by `roadtrain soak --sums`: the answer was sent from memory that the
-first one's next part was already coming into."""
+"""A sum that one worker has and another lacks: the first may continue at once, and the other still
+gets the right sum (Rule 1). Found by `roadtrain soak --sums`: the answer was sent from memory that
+already received the first worker's next part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roadtrain.sums import sum_frames
 from roadtrain.sums.reducer import Reducer
 
 
-class Heard:
+class RecordingLink:
     peer = "a worker"
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ def wait(frames: list[Any], count: int) -> None:
         time.sleep(0.001)
 
 
-def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
-    links = [Heard(), Heard()]
-    reducer = Reducer("sum", 2, lambda nbytes: None, lambda one: None)
+def test_the_answer_is_the_sum_even_if_the_next_round_arrives_first() -> None:
+    links = [RecordingLink(), RecordingLink()]
+    reducer = Reducer("sum", 2, lambda nbytes: None, lambda line: None)
     connections = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     try:
         # worker 0 has the sum of round 3
@@ -55,15 +55,14 @@ def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
         assert [(tuple(header), content) for header, content in links[0].frames] == [
             ((7, 0, 3, True), None)
         ]
-        push(
-            connections[0], 4, np.full(100, 9.0, np.float32), summed=0
-        )  # before the answer has left
+        # before the answer has been sent
+        push(connections[0], 4, np.full(100, 9.0, np.float32), summed=0)
         assert (np.frombuffer(links[1].frames[0][1], np.float32) == 5.0).all()
         push(connections[1], 4, np.full(100, 2.0, np.float32), summed=0)
         wait(links[1].frames, 2)
         assert (np.frombuffer(links[1].frames[1][1], np.float32) == 11.0).all()
         push(connections[0], 5, np.full(100, 1.0, np.float32), summed=0)  # meant for this reducer
-        # and apart from it the one before, not
+        # pushes of the previous round, which are not
         push(connections[0], 4, np.full(100, 11.0, np.float32), summed=4, start=~0)
         push(connections[1], 4, np.full(100, 2.0, np.float32), summed=0, start=~0)
         wait(links[1].frames, 3)

@@ -1,4 +1,4 @@
-"""The state machine of a reducer: which round a part belongs to, and which rounds are dropped."""
+"""The state machine of a reducer: the round of each part, and dropped rounds."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def test_each_round_is_summed_once_when_all_parts_have_arrived(seed: int) -> Non
             waiting[key].clear()
 
 
-def summed(machine: ReducerStateMachine, round: int) -> None:
+def sum_round(machine: ReducerStateMachine, round: int) -> None:
     for worker in range(WORKERS):
         machine.arrived(worker, part(round))
 
 
-def test_a_round_may_be_pushed_again_but_none_before_it() -> None:
+def test_only_the_last_round_may_be_pushed_again() -> None:
     """A worker whose sum was lost with its reducer pushes the last round again."""
     machine = ReducerStateMachine(WORKERS)
-    summed(machine, 4)
+    sum_round(machine, 4)
     assert machine.arrived(0, part(4)) is None
     machine.give_up(0)
-    summed(machine, 5)
+    sum_round(machine, 5)
     with pytest.raises(LoopError, match=r"round 4.* in round 5"):
         machine.arrived(0, part(4))
     machine.arrived(1, part(6))
@@ -69,7 +69,7 @@ def test_a_round_may_be_pushed_again_but_none_before_it() -> None:
 )
 def test_a_tensor_keeps_its_size_and_format(changed: dict) -> None:
     machine = ReducerStateMachine(WORKERS)
-    summed(machine, 1)
+    sum_round(machine, 1)
     with pytest.raises(LoopError, match=r"tensor 7 has changed: .* but had 8 elements of bf16"):
         machine.arrived(0, part(2, **changed))
     machine.arrived(0, part(2))
@@ -79,7 +79,7 @@ def test_a_tensor_keeps_its_size_and_format(changed: dict) -> None:
 
 def test_a_worker_that_gives_up_drops_the_rounds_in_which_it_waits() -> None:
     machine = ReducerStateMachine(WORKERS)
-    summed(machine, 1)  # nobody waits
+    sum_round(machine, 1)  # no worker waits
     machine.arrived(1, part(1, key=8))
     machine.arrived(0, part(1, key=9))
     machine.arrived(2, part(1, key=9))
@@ -89,7 +89,7 @@ def test_a_worker_that_gives_up_drops_the_rounds_in_which_it_waits() -> None:
     assert set(machine.rounds) == {(8, 0)}, "worker 1 waits there"
     machine.give_up(1)
     assert not machine.rounds
-    machine.arrived(0, part(1, elements=99))  # a new size, after all have given up
+    machine.arrived(0, part(1, elements=99))  # a new size is allowed after all have given up
 
 
 def test_accumulated_parts_are_added_at_once() -> None:

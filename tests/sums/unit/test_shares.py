@@ -1,5 +1,5 @@
-"""Where parts are summed: the closed form against the published one and against a search; parts
-that all workers cut alike."""
+"""The shares of the sites that sum parts: the closed form against the published formula and a
+search; parts that all workers cut equally."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from roadtrain.errors import ConfigError
 from roadtrain.sums.protocol.shares import ALIGN, _hash, busiest, cut, optimum, order, reducers
 
-ONE = Fraction(1)
+UNIT = Fraction(1)
 
 
 def least(workers: Sequence[Fraction], spares: Sequence[Fraction] = ()) -> Fraction:
-    """Seconds of an exchange of one byte with the best shares."""
+    """Seconds to exchange a byte with the best shares."""
     return busiest(workers, spares, optimum(workers, spares))
 
 
 @pytest.mark.parametrize("n", range(2, 33))
-def test_equal_links_are_the_published_formula(n: int) -> None:
+def test_equal_links_give_the_published_formula(n: int) -> None:
     """Jiang et al. (OSDI 2020), equations 1, 2 and 6, exactly."""
     for k in range(n + 1):
-        found, d = optimum([ONE] * n, [ONE] * k), n * n + k * n - 2 * k
-        assert busiest([ONE] * n, [ONE] * k, found) == Fraction(2 * n * (n - 1), d)
+        found, d = optimum([UNIT] * n, [UNIT] * k), n * n + k * n - 2 * k
+        assert busiest([UNIT] * n, [UNIT] * k, found) == Fraction(2 * n * (n - 1), d)
         if n > 2:
             assert found == (Fraction(n - k, d),) * n + (Fraction(2 * (n - 1), d),) * k
 
 
-def test_the_ends_are_the_ring_and_the_parameter_server() -> None:
-    assert least([ONE] * 8) == Fraction(2 * 7, 8)  # k = 0: ring all-reduce
-    assert least([ONE] * 8, [ONE] * 8) == 1  # k = n: all at spare hosts
-    assert least([ONE] * 8, [ONE] * 20) == 1  # more do not help
+def test_the_extremes_are_the_ring_and_the_parameter_server() -> None:
+    assert least([UNIT] * 8) == Fraction(2 * 7, 8)  # k = 0: ring all-reduce
+    assert least([UNIT] * 8, [UNIT] * 8) == 1  # k = n: all at spare hosts
+    assert least([UNIT] * 8, [UNIT] * 20) == 1  # more spare hosts do not help
 
 
 rates = st.integers(1, 20).map(Fraction)
@@ -54,7 +54,7 @@ def test_no_other_shares_are_better(
     found = optimum(workers, spares)
     assert sum(found) == 1 and all(share >= 0 for share in found)
     seconds = busiest(workers, spares, found)
-    for _ in range(30):  # random ones, and small moves from the best
+    for _ in range(30):  # random shares, and small changes of the best
         other = list(found)
         if rng.random() < 0.5:
             other = [Fraction(rng.randrange(100)) for _ in other]
@@ -68,15 +68,15 @@ def test_no_other_shares_are_better(
         assert busiest(workers, spares, other) >= seconds
 
 
-def test_one_slow_worker_holds_up_all_whatever_is_summed_where() -> None:
-    assert least([8 * ONE, 8 * ONE, 8 * ONE, ONE], [8 * ONE]) == 1
-    assert optimum([8 * ONE, 8 * ONE, 8 * ONE, ONE])[3] == 0
+def test_a_slow_worker_delays_all_wherever_parts_are_summed() -> None:
+    assert least([8 * UNIT, 8 * UNIT, 8 * UNIT, UNIT], [8 * UNIT]) == 1
+    assert optimum([8 * UNIT, 8 * UNIT, 8 * UNIT, UNIT])[3] == 0
 
 
 @pytest.mark.parametrize(
     ("workers", "spares"), [([], []), ([1.0, 0.0], []), ([1.0], [-1.0]), ([float("nan")], [])]
 )
-def test_rates_that_cannot_be(workers: list[float], spares: list[float]) -> None:
+def test_impossible_rates_are_refused(workers: list[float], spares: list[float]) -> None:
     with pytest.raises(ConfigError, match="bytes/s"):
         optimum(workers, spares)
 
@@ -129,7 +129,7 @@ def test_the_hash_of_a_key_is_the_published_splitmix64() -> None:
         assert _hash(seed) == (output >> 11) / 2**53
 
 
-def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apart() -> None:
+def test_sites_get_parts_at_the_pace_of_their_shares_and_workers_start_at_different_sites() -> None:
     shares = dict(enumerate(optimum([1.0] * 4, [1.0] * 2)))  # 0.1 and 0.3
     of = reducers(0, 160, shares)
     ways = [order(of, rank) for rank in range(4)]

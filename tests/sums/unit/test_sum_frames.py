@@ -1,5 +1,5 @@
-"""Whatever a reducer, a coordinator or a worker of a summation hears is taken, or ends it with a
-typed error (Rule 8)."""
+"""A reducer, a coordinator or a worker of a summation accepts any frame or ends with a typed error
+(Rule 8)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ texts = st.sampled_from(
 )
 fields = st.lists(small | texts | st.booleans() | st.lists(small, max_size=3), max_size=7)
 headers = (
-    fields.map(lambda one: m.encode(tuple(one)))
+    fields.map(lambda values: m.encode(tuple(values)))
     | st.binary(max_size=20)
-    | st.builds(lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
+    | st.builds(
+        lambda *values: m.encode(values), small, small, small, small, texts, st.integers(-1, 4)
+    )
 )
 sums = [
     sum_frames.PART,
@@ -56,7 +58,7 @@ frames = st.tuples(kinds, headers, st.sampled_from([0, 1, 2, 4, 8, 36]) | st.int
 
 
 class Sums:
-    """A worker's, which reaches no new spare host."""
+    """Sums of a worker that reaches no new spare host."""
 
     def dial(self, added: Spares) -> list[int]:
         return [number for number, _, _ in added]
@@ -77,9 +79,9 @@ class Mute:
     def close(self) -> None: ...
 
 
-def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
-    """Whether the link goes on. What a receiver raises ends it; anything but a typed error is a
-    defect."""
+def deliver(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
+    """Deliver a frame. Returns whether the link stays open: an error raised by the receiver ends
+    it, and any error other than a typed one is a defect."""
     kind, header, nbytes = frame
     try:
         room = receiver.room(kind, header, nbytes) if nbytes else memoryview(b"")
@@ -102,7 +104,9 @@ def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
         (1, (sum_frames.SUM, PART, 8)),
     ]
 )
-def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
+def test_a_reducer_accepts_or_refuses_any_frames(
+    arrivals: list[tuple[int, tuple[int, bytes, int]]],
+) -> None:
     used = [0]
 
     def reserve(nbytes: int) -> None:
@@ -112,8 +116,8 @@ def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
 
     reducer = Reducer("sum", 2, reserve, lambda _: None)
     connections = [reducer.join(rank, Mute()) for rank in range(2)]  # type: ignore[arg-type]
-    for rank, frame in heard:
-        if not hear(connections[rank], frame):
+    for rank, frame in arrivals:
+        if not deliver(connections[rank], frame):
             break
         assert used[0] <= LIMIT
         with reducer.lock:
@@ -127,11 +131,13 @@ def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
-def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
+def test_a_coordinator_accepts_or_refuses_any_frames(
+    arrivals: list[tuple[int, bytes, int]],
+) -> None:
     control = Coordinator("s", 1, True, [[0]], ((1, "a:1", 1.0),), lambda _: None)
     connection = control.join(0, Mute())  # type: ignore[arg-type]
-    for frame in heard:
-        if not hear(connection, frame):
+    for frame in arrivals:
+        if not deliver(connection, frame):
             break
         control.agreement.check()
         control.groups[0].machine.check()
@@ -140,27 +146,29 @@ def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
-def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
+def test_a_worker_accepts_or_refuses_any_frames_of_a_coordinator(
+    arrivals: list[tuple[int, bytes, int]],
+) -> None:
     link = CoordinatorLink()
     link.sums = Sums()  # type: ignore[assignment]
     link.agreement = Agreement(0, True, 60.0, link.say, lambda: None, lambda error: None)
     link.linked(Mute())  # type: ignore[arg-type]
-    for frame in heard:
-        if not hear(link, frame):
+    for frame in arrivals:
+        if not deliver(link, frame):
             break
     link.agreement.close()
 
 
 @pytest.mark.parametrize(
-    ("ended", "heard"),
+    ("ended", "raised"),
     [(WireError("no format 'doubled'"), WireError), (LostError("worker 1 has left"), BusyError)],
 )
-def test_a_worker_that_comes_when_the_summer_has_just_ended_hears_why(
-    ended: Any, heard: type[RoadtrainError]
+def test_a_worker_that_joins_an_ended_reducer_gets_the_reason(
+    ended: Any, raised: type[RoadtrainError]
 ) -> None:
-    """Unless it is as if the host had died: then it goes on without."""
+    """Unless the host counts as dead: then the worker continues without it."""
     reducer = Reducer("sum", 2, lambda nbytes: None, lambda _: None)
     reducer.join(0, Mute())  # type: ignore[arg-type]
     reducer.end(ended)
-    with pytest.raises(heard, match="doubled" if heard is WireError else "busy"):
+    with pytest.raises(raised, match="doubled" if raised is WireError else "busy"):
         reducer.join(1, Mute())  # type: ignore[arg-type]

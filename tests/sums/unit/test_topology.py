@@ -1,4 +1,4 @@
-"""What hangs where, read from made-up trees of /sys: every gap is named, none is an error."""
+"""The PCIe topology read from fake trees of /sys: every gap is named, and none is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CARD, SSD = "pci0000:80/0000:80:03.1/0000:82:00.0", "pci0000:40/0000:40:03.2/000
 
 
 class Tree:
-    """A /sys in the making."""
+    """Builds a fake /sys."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,10 +47,10 @@ class Tree:
         most: tuple[str, int],
     ) -> None:
         self.link(f"bus/pci/devices/{place.rsplit('/', 1)[-1]}", f"devices/{place}")
-        said = {"class": of, "vendor": vendor, "numa_node": node}
+        files = {"class": of, "vendor": vendor, "numa_node": node}
         for when, (speed, lanes) in (("current", now), ("max", most)):
-            said |= {f"{when}_link_speed": speed, f"{when}_link_width": lanes}
-        for name, word in said.items():
+            files |= {f"{when}_link_speed": speed, f"{when}_link_width": lanes}
+        for name, word in files.items():
             self.write(f"devices/{place}/{name}", str(word))
 
     def card(self, name: str, place: str, speed: str) -> None:
@@ -60,7 +60,7 @@ class Tree:
         self.write(f"class/net/{name}/type", "1")
 
     def under(self, directory: Path, place: str) -> None:
-        """The block device at `place` is under the directory."""
+        """Place the directory on the block device at `place`."""
         device = os.stat(directory).st_dev
         self.link(f"dev/block/{os.major(device)}:{os.minor(device)}", f"devices/{place}")
 
@@ -104,9 +104,9 @@ def test_two_nodes_a_gpu_a_card_and_an_ssd(server: Tree, tmp_path: Path) -> None
     assert cards(server.root) == ([{"kind": "ethernet", "rate": "100000Mbit/s"}], [])
 
 
-def test_who_sums_reads_the_same(server: Tree) -> None:
+def test_roots_are_found_from_the_same_topology(server: Tree) -> None:
     server.function(GPU_2, "0x030200", NVIDIA, 1, ("32.0 GT/s PCIe", 16), ("32.0 GT/s PCIe", 16))
-    # a screen's: not NVIDIA's
+    # a display adapter, not from NVIDIA
     server.function("pci0000:00/0000:00:02.0", "0x030000", "0x1a03", 0, ("", 0), ("", 0))
     found = functions(ACCELERATORS, NVIDIA, server.root)
     assert [Path(place).name for place in found] == ["0000:41:00.0", "0000:c1:00.0"]
@@ -136,7 +136,7 @@ def test_an_array_is_its_disks(server: Tree, tmp_path: Path) -> None:
 
 
 def test_a_virtual_machine(tree: Tree, tmp_path: Path) -> None:
-    """One node, a card and a disk without PCIe links or NUMA nodes of their own."""
+    """One node; a card and a disk without PCIe links or NUMA nodes."""
     tree.node(0, "0-1", 8 * 1024 * 1024)
     tree.link("bus/pci/devices/0000:00:03.0", "devices/pci0000:00/0000:00:03.0")
     tree.write("devices/pci0000:00/0000:00:03.0/numa_node", "-1")
@@ -179,13 +179,12 @@ def test_nothing_at_all(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("content", [None, b"\xff\xfe not text", b"Unknown\n", b"63\n"])
-def test_a_file_that_says_nothing(
+def test_an_unusable_file_is_a_gap(
     server: Tree, tmp_path: Path, file: str, gap: str, content: bytes | None
 ) -> None:
-    """One that cannot be read (as a directory in its place), is no text, or says that it does
-    not know."""
+    """A file that cannot be read (a directory in its place), is no text, or contains "unknown"."""
     if file.endswith("cpulist") and content in (b"Unknown\n", b"63\n"):
-        content = None  # of cores the one is never said, the other is an answer
+        content = None  # a list of cores is never Unknown, and 63 is valid
     (server.root / file).unlink()
     if content is None:
         (server.root / file).mkdir()
@@ -195,7 +194,7 @@ def test_a_file_that_says_nothing(
 
 
 @pytest.mark.parametrize("what", ["class", "vendor"])
-def test_a_function_that_does_not_say_what_it_is(server: Tree, what: str) -> None:
+def test_a_function_without_a_class_or_vendor_is_not_listed(server: Tree, what: str) -> None:
     (server.root / f"devices/{GPU}/{what}").unlink()
     assert functions(ACCELERATORS, NVIDIA, server.root) == []
 

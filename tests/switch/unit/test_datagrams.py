@@ -1,5 +1,5 @@
-"""The contract of DatagramSocket over loopback: runs arrive as they were cut, or are lost and
-counted; nothing hangs, nothing stays open."""
+"""The contract of DatagramSocket over loopback: runs arrive with their packet boundaries or are
+lost and counted; nothing hangs or stays open."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def nothing_leaks():
     yield
     deadline = time.monotonic() + 10
     while not set(os.listdir("/proc/self/fd")) <= before or threading.active_count() > threads:
-        assert time.monotonic() < deadline, "a descriptor or a thread is left"
+        assert time.monotonic() < deadline, "a descriptor or a thread is left over"
         time.sleep(0.01)
 
 
-def made(host: str = "127.0.0.1", **options) -> DatagramSocket:
+def open_socket(host: str = "127.0.0.1", **options) -> DatagramSocket:
     sizes = {"receive_nbytes": 4 * MIB, "send_nbytes": 2 * MIB}
     return DatagramSocket((host, 0), **(sizes | options))
 
 
 def run_of(count: int, nbytes: int = PACKET, first: int = 0) -> np.ndarray:
-    """Packets that begin with their numbers."""
+    """A run of packets that each begin with their number."""
     packets = np.random.default_rng(first).integers(0, 256, (count, nbytes), dtype=np.uint8)
     packets[:, :4] = np.arange(first, first + count, dtype="<u4").view(np.uint8).reshape(-1, 4)
     return packets.reshape(-1)
 
 
-def received(sock: DatagramSocket, nbytes: int, patience_s: float = 1.0) -> list[bytes]:
-    """Packets until so many bytes came, or none for a while."""
+def receive_packets(sock: DatagramSocket, nbytes: int, patience_s: float = 1.0) -> list[bytes]:
+    """Receive packets until `nbytes` bytes have arrived or none for `patience_s`."""
     buffer, packets = np.zeros(RECEIVE_NBYTES, np.uint8), []
-    while nbytes > 0 and (came := sock.receive(buffer, patience_s)) is not None:
-        length, segment, _ = came
+    while nbytes > 0 and (datagram := sock.receive(buffer, patience_s)) is not None:
+        length, segment, _ = datagram
         data = buffer[:length].tobytes()
         packets += [data[at : at + segment] for at in range(0, length, segment)]
         nbytes -= length
@@ -63,20 +63,20 @@ def received(sock: DatagramSocket, nbytes: int, patience_s: float = 1.0) -> list
 @pytest.mark.parametrize(
     ("count", "nbytes"), [(1, 48), (1, PACKET), (44, PACKET), (45, PACKET), (200, 100)]
 )
-def test_runs_arrive_cut_as_they_were(host, count, nbytes):
-    ours, theirs = made(host), made(host)
+def test_runs_arrive_with_their_packet_boundaries(host, count, nbytes):
+    ours, theirs = open_socket(host), open_socket(host)
     run = run_of(count, nbytes)
     ours.send(run, nbytes, theirs.address)
-    packets = received(theirs, run.size)
-    assert [len(one) for one in packets] == [nbytes] * count
+    packets = receive_packets(theirs, run.size)
+    assert [len(packet) for packet in packets] == [nbytes] * count
     assert b"".join(packets) == run.tobytes()
     assert (ours.unsent, theirs.drops) == (0, 0)
     ours.close(), theirs.close()
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_the_source_is_where_an_answer_goes(host):
-    ours, theirs = made(host), made("localhost" if host == "127.0.0.1" else host)
+def test_an_answer_goes_to_the_source_address(host):
+    ours, theirs = open_socket(host), open_socket("localhost" if host == "127.0.0.1" else host)
     buffer = np.zeros(RECEIVE_NBYTES, np.uint8)
     ours.send(memoryview(b"question"), 8, theirs.address)
     assert theirs.receive(buffer, 1) == (8, 8, ours.address)
@@ -87,17 +87,17 @@ def test_the_source_is_where_an_answer_goes(host):
 
 
 def test_a_shorter_last_packet_stays_shorter():
-    ours, theirs = made(), made()
+    ours, theirs = open_socket(), open_socket()
     run = run_of(3)[: 2 * PACKET + 100]
     ours.send(run, PACKET, theirs.address)
-    assert [len(one) for one in received(theirs, run.size)] == [PACKET, PACKET, 100]
+    assert [len(packet) for packet in receive_packets(theirs, run.size)] == [PACKET, PACKET, 100]
     ours.close(), theirs.close()
 
 
 @pytest.mark.parametrize("reason", [errno.EINVAL, errno.EIO])
-def test_a_kernel_that_cuts_no_runs_is_said_once(monkeypatch, reason):  # Rule 6
-    said: list[str] = []
-    ours, theirs = made(report=said.append), made()
+def test_a_kernel_without_segmentation_is_reported_once(monkeypatch, reason):  # Rule 6
+    lines: list[str] = []
+    ours, theirs = open_socket(report=lines.append), open_socket()
     real: Any = vars(ours)["_socket"]
 
     class Refusing:
@@ -113,13 +113,13 @@ def test_a_kernel_that_cuts_no_runs_is_said_once(monkeypatch, reason):  # Rule 6
     for first in (0, 20):
         run = run_of(20, first=first)
         ours.send(run, PACKET, theirs.address)
-        assert b"".join(received(theirs, run.size)) == run.tobytes()
-    assert len(said) == 1 and "one by one" in said[0] and "not here" in said[0]
+        assert b"".join(receive_packets(theirs, run.size)) == run.tobytes()
+    assert len(lines) == 1 and "one by one" in lines[0] and "not here" in lines[0]
     ours.close(), theirs.close()
 
 
-def test_nothing_comes_in_time():  # Rule 5
-    with_nothing = made()
+def test_receive_returns_none_after_its_timeout():  # Rule 5
+    with_nothing = open_socket()
     begun = time.monotonic()
     assert with_nothing.receive(np.zeros(RECEIVE_NBYTES, np.uint8), 0.1) is None
     assert 0.09 < time.monotonic() - begun < 10
@@ -127,7 +127,7 @@ def test_nothing_comes_in_time():  # Rule 5
 
 
 def test_close_wakes_a_receive():  # Rule 5
-    sock, ended = made(), []
+    sock, ended = open_socket(), []
 
     def wait():
         with pytest.raises(LostError):
@@ -151,27 +151,27 @@ def test_close_wakes_a_receive():  # Rule 5
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_peer_that_is_not_there_is_no_error(host):
-    gone, ours = made(host), made(host)
-    gone.close()
+def test_sending_to_an_absent_peer_is_no_error(host):
+    absent, ours = open_socket(host), open_socket(host)
+    absent.close()
     for _ in range(5):
-        ours.send(run_of(4), PACKET, gone.address)
-    again = DatagramSocket(gone.address, receive_nbytes=MIB, send_nbytes=MIB)  # it restarts
+        ours.send(run_of(4), PACKET, absent.address)
+    again = DatagramSocket(absent.address, receive_nbytes=MIB, send_nbytes=MIB)  # it restarts
     ours.send(run_of(4), PACKET, again.address)
-    assert len(received(again, 4 * PACKET)) == 4
+    assert len(receive_packets(again, 4 * PACKET)) == 4
     ours.close(), again.close()
 
 
-def test_packets_greater_than_the_way_carries_are_refused_with_both_numbers():
-    ours = made()
+def test_packets_above_the_path_mtu_are_refused():
+    ours = open_socket()
     for nbytes, count in ((70_000, 1), (65_530, 1)):
         with pytest.raises(ConfigError, match=rf"{nbytes + 28}|{nbytes}"):
             ours.send(np.zeros(nbytes * count, np.uint8), nbytes, ("127.0.0.1", 9))
     ours.close()
 
 
-def test_a_small_mtu_is_said_with_both_numbers(monkeypatch):  # Rule 6
-    ours = made()
+def test_a_small_mtu_is_reported_with_both_numbers(monkeypatch):  # Rule 6
+    ours = open_socket()
     real: Any = vars(ours)["_socket"]
 
     class Narrow:
@@ -189,40 +189,40 @@ def test_a_small_mtu_is_said_with_both_numbers(monkeypatch):  # Rule 6
     ours.close()
 
 
-def test_what_nobody_receives_is_counted():  # Rule 6
-    said: list[str] = []
-    ours, theirs = made(), made(receive_nbytes=200_000, report=said.append)
+def test_dropped_packets_are_counted():  # Rule 6
+    lines: list[str] = []
+    ours, theirs = open_socket(), open_socket(receive_nbytes=200_000, report=lines.append)
     for first in range(40):
         ours.send(run_of(44, first=first), PACKET, theirs.address)
-    packets = received(theirs, 1 << 30, 0.1)
+    packets = receive_packets(theirs, 1 << 30, 0.1)
     assert len(packets) < 40 * 44
-    ours.send(run_of(1), PACKET, theirs.address)  # what comes next says how many were dropped
-    assert len(received(theirs, PACKET)) == 1
+    ours.send(run_of(1), PACKET, theirs.address)  # the next packet carries the count
+    assert len(receive_packets(theirs, PACKET)) == 1
     assert theirs.drops >= 1
     ours.close(), theirs.close()
 
 
-def test_room_that_the_kernel_does_not_give_is_said(monkeypatch):  # Rule 6
+def test_a_refused_buffer_size_is_reported(monkeypatch):  # Rule 6
     monkeypatch.setattr(datagrams, "SO_RCVBUFFORCE", socket.SO_RCVBUF)
     with open("/proc/sys/net/core/rmem_max") as file:
         limit = int(file.read())
-    said: list[str] = []
-    sock = made(receive_nbytes=2 * limit, report=said.append)
+    lines: list[str] = []
+    sock = open_socket(receive_nbytes=2 * limit, report=lines.append)
     assert sock.receive_nbytes < 2 * limit and sock.send_nbytes == 2 * MIB
-    assert len(said) == 1 and str(sock.receive_nbytes) in said[0] and str(2 * limit) in said[0]
+    assert len(lines) == 1 and str(sock.receive_nbytes) in lines[0] and str(2 * limit) in lines[0]
     sock.close()
 
 
 @pytest.mark.parametrize(
     "address", [("127.0.0.1", 70000), ("203.0.113.77", 0), ("no.such.host.invalid", 1)]
 )
-def test_addresses_that_cannot_be_had(address):
+def test_unavailable_addresses_are_refused(address):
     with pytest.raises(ConfigError, match=address[0]):
         DatagramSocket(address, receive_nbytes=MIB, send_nbytes=MIB)
 
 
-def test_a_port_is_one_sockets():
-    sock = made()
+def test_a_port_belongs_to_a_single_socket():
+    sock = open_socket()
     with pytest.raises(ConfigError, match=str(sock.address[1])):
         DatagramSocket(sock.address, receive_nbytes=MIB, send_nbytes=MIB)
     sock.close()
@@ -231,53 +231,53 @@ def test_a_port_is_one_sockets():
 def test_a_group_reaches_all_that_joined_it_and_nobody_else():
     group = ("239.255.7.77", 20_000 + os.getpid() % 20_000)
     ours, alone = (
-        made(),
+        open_socket(),
         DatagramSocket(("127.0.0.1", group[1]), receive_nbytes=MIB, send_nbytes=MIB),
     )
-    joined = [made(group=group) for _ in range(3)]
-    other = made(group=("239.255.7.78", group[1]))
+    joined = [open_socket(group=group) for _ in range(3)]
+    other = open_socket(group=("239.255.7.78", group[1]))
     ours.send(run_of(44), PACKET, group)
     for sock in joined:
         assert sock.address == group
-        assert b"".join(received(sock, 44 * PACKET)) == run_of(44).tobytes()
+        assert b"".join(receive_packets(sock, 44 * PACKET)) == run_of(44).tobytes()
     for sock in (alone, other):
-        assert received(sock, 1, 0.1) == []
+        assert receive_packets(sock, 1, 0.1) == []
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is not a multicast address"):
-        made(group=("127.0.0.1", group[1]))
+        open_socket(group=("127.0.0.1", group[1]))
     with pytest.raises(ConfigError, match="is not a multicast address"):
-        made("::1", group=group)
+        open_socket("::1", group=group)
     for sock in (ours, alone, other, *joined):
         sock.close()
 
 
-def test_random_faults_lose_double_and_reorder_what_they_say():
+def test_random_faults_lose_double_and_reorder_at_their_rates():
     faults = RandomFaults(7, loss=0.2, duplicate=0.1, reorder=0.1)
-    ours, theirs = faulty(made(), faults), made()
-    other = made()
+    ours, theirs = faulty(open_socket(), faults), open_socket()
+    other = open_socket()
     found: list[bytes] = []
     for first in range(0, 2000, 40):
         ours.send(run_of(40, first=first), PACKET, theirs.address)
         ours.send(run_of(1, 64), 64, other.address)
-        found += received(theirs, 40 * PACKET, 0.01)
-    found += received(theirs, 1 << 30, 0.05)
-    times = Counter(int.from_bytes(one[:4], "little") for one in found)
-    assert set(times) <= set(range(2000)) and all(len(one) == PACKET for one in found)
+        found += receive_packets(theirs, 40 * PACKET, 0.01)
+    found += receive_packets(theirs, 1 << 30, 0.05)
+    times = Counter(int.from_bytes(packet[:4], "little") for packet in found)
+    assert set(times) <= set(range(2000)) and all(len(packet) == PACKET for packet in found)
     assert 300 < 2000 - len(times) < 500 and 100 < sum(n == 2 for n in times.values()) < 260
-    order = [int.from_bytes(one[:4], "little") for one in found]
+    order = [int.from_bytes(packet[:4], "little") for packet in found]
     assert 50 < sum(b < a for a, b in pairwise(order)) < 350
     assert faults.lost > 300 and faults.doubled > 100 and faults.overtaken > 100
-    assert all(len(one) == 64 for one in received(other, 1 << 30, 0.05))
+    assert all(len(packet) == 64 for packet in receive_packets(other, 1 << 30, 0.05))
     ours.close(), theirs.close(), other.close()
 
 
 def test_both_directions_at_once():
-    """Nothing is lost where the receiver keeps up, whatever threads do."""
-    socks, runs, got = (made(), made()), 60, [0, 0]
+    """Nothing is lost while the receivers keep up, however threads are scheduled."""
+    socks, runs, got = (open_socket(), open_socket()), 60, [0, 0]
 
     def work(me: int):
         sender = threading.Thread(target=send, args=(me,))
         sender.start()
-        got[me] = sum(len(one) for one in received(socks[me], runs * 22 * PACKET, 20))
+        got[me] = sum(len(packet) for packet in receive_packets(socks[me], runs * 22 * PACKET, 20))
         sender.join()
 
     def send(me: int):
@@ -295,23 +295,23 @@ def test_both_directions_at_once():
         sock.close()
 
 
-def test_waiting_for_several_ends_with_the_first_that_has_something_and_when_one_is_closed() -> (
-    None
-):
+def test_a_wait_on_several_sockets_ends_with_data_or_a_close() -> None:
     with contextlib.ExitStack() as stack:
-        one, other, third = (stack.enter_context(contextlib.closing(made())) for _ in range(3))
+        first, other, third = (
+            stack.enter_context(contextlib.closing(open_socket())) for _ in range(3)
+        )
         third.send(run_of(1), PACKET, other.address)
         begin = time.monotonic()
-        one.wait(20.0, other)
+        first.wait(20.0, other)
         assert time.monotonic() - begin < 10 and other.receive(
             np.zeros(RECEIVE_NBYTES, np.uint8), 0
         )
-        one.wait(0.01, other)
+        first.wait(0.01, other)
         ended = []
 
         def wait() -> None:
             try:
-                one.wait(20.0, other)
+                first.wait(20.0, other)
             except LostError as error:
                 ended.append(error)
 

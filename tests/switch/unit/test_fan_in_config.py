@@ -11,7 +11,7 @@ ROOT = SwitchNode("root:1")
 RACKS = (SwitchNode("rack0:1", "root:1", (0, 2)), SwitchNode("rack1:1", "root:1", (1, 3)))
 
 
-def test_one_switch_has_all_workers() -> None:
+def test_a_single_switch_has_all_workers() -> None:
     plan = fan_in_of(["10.0.0.1:7100"])
     plan.check(3)
     assert plan.place_of(2, 3) == (SwitchNode("10.0.0.1:7100"), 2)
@@ -22,7 +22,7 @@ def test_a_tree_numbers_the_switches_below_before_the_workers() -> None:
     plan = FanIn((*RACKS, SwitchNode("root:1", "", (4,))))
     plan.check(5)
     assert plan.root.address == "root:1"
-    assert [one.address for one in plan.from_root] == ["root:1", "rack0:1", "rack1:1"]
+    assert [switch.address for switch in plan.from_root] == ["root:1", "rack0:1", "rack1:1"]
     assert plan.place_of(4, 5) == (plan.root, 2)
     assert plan.place_of(3, 5) == (RACKS[1], 1)
     assert plan.children(plan.root, 5) == 3
@@ -39,7 +39,9 @@ def test_a_tree_numbers_the_switches_below_before_the_workers() -> None:
         ((SwitchNode("a:1", "b:1"), SwitchNode("b:1", "a:1")), "0 switches have no parent"),
     ],
 )
-def test_what_is_no_tree_is_refused(switches: tuple[SwitchNode, ...], words: str) -> None:
+def test_switches_that_form_no_tree_are_refused(
+    switches: tuple[SwitchNode, ...], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         FanIn(switches)
 
@@ -55,7 +57,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("workers", "words"), [(3, "workers 0 to 2"), (5, "workers 0 to 4"), (4, None)]
 )
-def test_each_worker_stands_below_one_switch(workers: int, words: str | None) -> None:
+def test_each_worker_must_be_below_a_single_switch(workers: int, words: str | None) -> None:
     plan = FanIn((ROOT, *RACKS))
     if words is None:
         plan.check(workers)
@@ -64,13 +66,13 @@ def test_each_worker_stands_below_one_switch(workers: int, words: str | None) ->
         plan.check(workers)
 
 
-def test_a_switch_has_64_children_at_most() -> None:
+def test_a_switch_has_at_most_64_children() -> None:
     fan_in_of(["a:1"]).check(64)
     with pytest.raises(ConfigError, match="65 children"):
         fan_in_of(["a:1"]).check(65)
 
 
-def test_no_two_switches_have_a_child_of_one_name() -> None:  # Rule 8
+def test_switches_cannot_share_a_child() -> None:  # Rule 8
     plan = FanIn((*RACKS, SwitchNode("root:1", "", (4,))))
     names = [plan.first_child(s, 5) + i for s in plan.switches for i in range(plan.children(s, 5))]
     assert sorted(names) == list(range(len(names)))

@@ -1,5 +1,5 @@
-"""A participant's link with a hub that adds what it sends: bytes, order, what is told free, and
-every way it ends."""
+"""A participant's link to a hub that sums its packets: bytes, order, freed buffers, and every way
+in which the link ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support import switch_references as references
 from tests.support.fan_in_hub import WINDOW, Hub
 from tests.support.faulty import RandomFaults
 
-N, SMALL = 30_720, 2048  # elements of chunks; of the larger ones more packets than a window
+N, SMALL = 30_720, 2048  # elements of chunks; the larger ones need more packets than a window holds
 WIDTH = {"int32": 4, "int16": 2, "int8": 1}
 
 
@@ -63,7 +63,7 @@ class Owner:
         return ticket
 
     def push(self, chunk: int, values: np.ndarray, dtype: str = "", fresh: bool = True) -> int:
-        """`values`: flat, of the dtype that it is sent as."""
+        """Push flat `values` of the dtype in which they are sent."""
         ticket = next(self._tickets)
         part = np.zeros(round_up(values.nbytes, PAGE), np.uint8)
         part[: values.nbytes] = values.view(np.uint8)
@@ -132,7 +132,7 @@ class Scene:
         return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
     def sum(self, chunk: int, round: int, announced: set[int]) -> np.ndarray:
-        """A round from its grant to the sum as fp32."""
+        """Run a round from its grant to the sum, returned as fp32."""
         hub, own, width = self.hub, self.chunks[chunk], self.plan.width
         count = fixed_point.exponent_packets_of(own.numel)
         maxima = hub.maxima(hub.grant(chunk, round, count, announced), count)
@@ -146,10 +146,12 @@ class Scene:
         )
 
     def summed(self, gradients: list[np.ndarray | None], dtype: str) -> np.ndarray:
-        """What the sum is to be, by the plain references. None: zeros."""
-        numel = next(one.size for one in gradients if one is not None)
-        flat = [np.zeros(numel, np.float32) if one is None else one for one in gradients]
-        kinds = ["fp32" if one is None else dtype for one in gradients]
+        """Expected sum according to the plain references; None in `gradients` stands for zeros."""
+        numel = next(gradient.size for gradient in gradients if gradient is not None)
+        flat = [
+            np.zeros(numel, np.float32) if gradient is None else gradient for gradient in gradients
+        ]
+        kinds = ["fp32" if gradient is None else dtype for gradient in gradients]
         maxima = np.max(
             [references.reference_exponents(x, kind) for x, kind in zip(flat, kinds)], axis=0
         )
@@ -166,14 +168,14 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Callable[..., Scene]]:
     made: list[Scene] = []
     before = threading.active_count()
 
-    def make(**given: Any) -> Scene:
-        made.append(Scene(**given))
+    def make(**options: Any) -> Scene:
+        made.append(Scene(**options))
         made[-1].hub.join()
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for opened in made:
+        opened.close()
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -186,12 +188,12 @@ def noise(seed: int, size: int = N) -> np.ndarray:
 
 
 @pytest.mark.parametrize("wire", ["int32", "int16", "int8"])
-def test_sums_are_the_references_and_memory_is_free_once_they_are(scene: Any, wire: str) -> None:
+def test_sums_equal_the_references_and_then_free_their_memory(scene: Any, wire: str) -> None:
     it = scene(wire=wire)
     values = [noise(owner.rank) for owner in it.owners]
     tickets = [owner.push(0, x) for owner, x in zip(it.owners, values)]
-    it.hub.heard(switch_frames.ANNOUNCE, 1)
-    assert not any(owner.free for owner in it.owners)  # it may be read until it is summed
+    it.hub.wait_frames(switch_frames.ANNOUNCE, 1)
+    assert not any(owner.free for owner in it.owners)  # it may still be read until it is summed
     got = it.sum(0, 1, {0, 1})
     np.testing.assert_array_equal(got, it.summed(values, "fp32"))
     width = it.plan.width
@@ -213,7 +215,7 @@ def test_sums_are_the_references_and_memory_is_free_once_they_are(scene: Any, wi
     ],
     ids=["loss", "duplicates", "reordered", "all"],
 )
-def test_what_is_lost_doubled_or_overtaken_changes_nothing(
+def test_lost_doubled_or_reordered_packets_change_nothing(
     scene: Any, faults: dict[str, Any]
 ) -> None:
     it = scene(workers=3, wire="int16", **faults)
@@ -222,24 +224,24 @@ def test_what_is_lost_doubled_or_overtaken_changes_nothing(
         for owner, x in zip(it.owners, values):
             owner.push(0, x, fresh=round == 1)
             owner.pull(0, round)
-        it.hub.heard(m.PULL, round)
+        it.hub.wait_frames(m.PULL, round)
         weights = it.weights(0, round)
         it.hub.send(Kind.PARAMETERS, 0, round, weights)
-        it.hub.heard(switch_frames.ANNOUNCE, round)
+        it.hub.wait_frames(switch_frames.ANNOUNCE, round)
         got = it.sum(0, round, {0, 1, 2})
         np.testing.assert_array_equal(got, it.summed(values, "fp32"))
         for owner in it.owners:
             owner.until(lambda owner=owner, n=round: len(owner.pulled) == len(owner.free) == n)
             assert owner.into[owner.pulled[-1]] == weights.tobytes()
-    it.hub.until(lambda: it.hub.told.ack == len(it.hub.down))
+    it.hub.until(lambda: it.hub.merged_beat.ack == len(it.hub.down))
 
 
-def test_who_has_announced_nothing_for_a_round_sends_zeros(scene: Any) -> None:
+def test_a_worker_that_announced_nothing_sends_zeros(scene: Any) -> None:
     it = scene()
     mine, later = noise(1), noise(2)
     first = it.owners[0].push(0, mine)
-    ahead = it.owners[1].push(0, later)  # of its next step
-    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    ahead = it.owners[1].push(0, later)  # a push of its next step
+    it.hub.wait_frames(switch_frames.ANNOUNCE, 1)
     np.testing.assert_array_equal(it.sum(0, 1, {0}), it.summed([mine, None], "fp32"))
     it.owners[0].until(lambda: it.owners[0].free == [first])
     assert it.owners[1].free == []
@@ -247,7 +249,7 @@ def test_who_has_announced_nothing_for_a_round_sends_zeros(scene: Any) -> None:
     it.owners[1].until(lambda: it.owners[1].free == [ahead])
 
 
-def test_16_bit_gradients_and_those_that_were_downcast(scene: Any) -> None:
+def test_16_bit_and_downcast_gradients(scene: Any) -> None:
     it = scene(workers=1)
     half = (noise(3).view(np.uint32) >> 16).astype(np.uint16)
     it.owners[0].push(1, half)
@@ -257,35 +259,35 @@ def test_16_bit_gradients_and_those_that_were_downcast(scene: Any) -> None:
     np.testing.assert_array_equal(it.sum(0, 1, {0}), it.summed([half16], "fp16"))
 
 
-def test_a_relays_sums_are_fp32_whatever_the_chunk(scene: Any) -> None:
+def test_a_relay_gets_fp32_sums_whatever_the_dtype(scene: Any) -> None:
     it = scene(workers=1, adds=True)
     it.owners[0].push(1, noise(5))
     np.testing.assert_array_equal(it.sum(1, 1, {0}), it.summed([noise(5)], "fp32"))
 
 
-def test_a_block_with_a_nan_is_nan_for_all(scene: Any) -> None:  # Rule 6
+def test_a_block_with_a_nan_is_nan_for_all_workers(scene: Any) -> None:  # Rule 6
     it = scene()
     values = [noise(6), noise(7)]
     values[1][400] = np.nan
     for owner, x in zip(it.owners, values):
         owner.push(0, x)
-    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    it.hub.wait_frames(switch_frames.ANNOUNCE, 1)
     got = it.sum(0, 1, {0, 1})
     assert np.isnan(got[352:704]).all() and np.isfinite(got[:352]).all()
 
 
-def test_several_pulls_of_a_version_are_each_filled_by_one_broadcast(scene: Any) -> None:
-    """With a staleness above 1 two answers for one version may differ."""
+def test_each_of_several_pulls_of_a_version_is_filled_by_its_own_broadcast(scene: Any) -> None:
+    """With a staleness above 1 two answers for the same version may differ."""
     it = scene(workers=1, faults=RandomFaults(8, 0.1, reorder=0.3))
     owner = it.owners[0]
     tickets = [owner.pull(0, 2**32 + 5) for _ in range(2)]
-    it.hub.heard(m.PULL, 2)
+    it.hub.wait_frames(m.PULL, 2)
     answers = [it.weights(0, seed) for seed in (1, 2)]
-    for one in answers:
-        it.hub.send(Kind.PARAMETERS, 0, 5, one)
+    for answer in answers:
+        it.hub.send(Kind.PARAMETERS, 0, 5, answer)
     owner.until(lambda: sorted(owner.pulled) == tickets)
     got = sorted(bytes(owner.into[ticket]) for ticket in tickets)
-    assert got == sorted(one.tobytes() for one in answers)
+    assert got == sorted(answer.tobytes() for answer in answers)
 
 
 def test_a_pull_that_is_answered_over_tcp_is_not_filled_twice(scene: Any) -> None:
@@ -295,7 +297,7 @@ def test_a_pull_that_is_answered_over_tcp_is_not_filled_twice(scene: Any) -> Non
     by_network, by_tcp = it.weights(2, 1), it.weights(2, 2)
     it.hub.send(Kind.PARAMETERS, 2, 1, by_network)
     owner.until(lambda: owner.pulled == tickets[:1])
-    # it names the ticket that the broadcast has answered meanwhile
+    # it names a ticket that the broadcast has answered meanwhile
     member.link.send(m.PULLED, m.encode((tickets[0], 2)), [by_tcp.data])
     owner.until(lambda: owner.pulled == tickets)
     assert owner.into[tickets[0]] == by_network.tobytes()
@@ -303,15 +305,15 @@ def test_a_pull_that_is_answered_over_tcp_is_not_filled_twice(scene: Any) -> Non
     assert not owner.errors
 
 
-def test_what_is_said_after_a_push_comes_after_its_announcement(scene: Any) -> None:
+def test_messages_after_a_push_follow_its_announcement(scene: Any) -> None:
     it = scene(workers=1)
     owner, member = it.owners[0], it.hub.members[0]
     for chunk in (0, 2):
         owner.push(chunk, noise(chunk, it.chunks[chunk].numel))
         owner.link.send(m.CLOSE, m.encode((chunk, 1)))
     it.hub.until(lambda: len(member.frames) == 4)
-    said = [(frame.kind, frame.fields.chunk) for frame in member.frames]
-    assert said == [
+    frames = [(frame.kind, frame.fields.chunk) for frame in member.frames]
+    assert frames == [
         (switch_frames.ANNOUNCE, 0),
         (m.CLOSE, 0),
         (switch_frames.ANNOUNCE, 2),
@@ -319,7 +321,7 @@ def test_what_is_said_after_a_push_comes_after_its_announcement(scene: Any) -> N
     ]
 
 
-def test_before_the_switches_are_ready_all_is_kept() -> None:
+def test_messages_are_queued_until_the_switches_are_ready() -> None:
     it = Scene(workers=1)
     owner = it.owners[0]
     try:
@@ -344,8 +346,8 @@ def test_a_trial_of_the_networks_multicast_is_answered() -> None:
                 packets.write_headers(packet, 48, 1, kind=Kind.TRIAL, job=7, first=0)
                 packets.seal(packet, 48, 1, it.hub.key)
                 it.hub.socket.send(packet, 48, ("239.255.1.2", 29317))
-            it.hub.heard(switch_frames.TRIAL_RESULT, 1)
-            assert [said.trial for said in it.hub.members[0].of(switch_frames.TRIAL_RESULT)] == [
+            it.hub.wait_frames(switch_frames.TRIAL_RESULT, 1)
+            assert [frame.trial for frame in it.hub.members[0].of(switch_frames.TRIAL_RESULT)] == [
                 sends
             ]
         finally:
@@ -378,10 +380,10 @@ def bad_maxima(it: Scene) -> None:
         (bad_maxima, "unexpected maxima: packet 0 of chunk 0, round 3"),
     ],
 )
-def test_what_nobody_asked_for_ends_the_link(scene: Any, wrong: Any, words: str) -> None:
+def test_an_unrequested_message_ends_the_link(scene: Any, wrong: Any, words: str) -> None:
     it = scene(workers=1)
     ticket = it.owners[0].push(2, noise(1, SMALL))
-    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    it.hub.wait_frames(switch_frames.ANNOUNCE, 1)
     wrong(it)
     owner = it.owners[0]
     owner.until(lambda: bool(owner.errors))
@@ -391,7 +393,7 @@ def test_what_nobody_asked_for_ends_the_link(scene: Any, wrong: Any, words: str)
         owner.link.send(m.CLOSE, m.encode((0, 1)))
     with pytest.raises(LostError):
         owner.push(2, noise(1, SMALL))
-    assert owner.free == [ticket]  # that one was never taken
+    assert owner.free == [ticket]  # its data was never sent
 
 
 def test_errors_of_packets_name_server_and_switch(scene: Any) -> None:  # Rule 5
@@ -402,7 +404,7 @@ def test_errors_of_packets_name_server_and_switch(scene: Any) -> None:  # Rule 5
     assert "server 0" in str(owner.errors[0]) and "switch 127.0.0.1:9" in str(owner.errors[0])
 
 
-def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_more(
+def test_a_silent_switch_is_named_until_it_sends_or_the_server_reports_more(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # Rule 5
     monkeypatch.setattr(link_module, "SILENT_S", 1)
@@ -431,15 +433,15 @@ def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_
     server_says("")
     owner.until(lambda: len(words()) == 5)
     assert words()[3] == "" and re.fullmatch(silent, words()[4])
-    server_says("")  # it has no more to say: what was seen here stays
+    server_says("")  # the server reports nothing, so the local observation stays
     server_says("switch 127.0.0.1:8, which is gone")
     owner.until(lambda: len(words()) == 6)
     assert words()[5] == "switch 127.0.0.1:8, which is gone"
 
 
 @pytest.mark.parametrize("ends", ["hub", "owner"])
-def test_a_link_that_ends_gives_all_memory_back_once(scene: Any, ends: str) -> None:
-    """Announced, granted and half sent."""
+def test_a_link_that_ends_returns_all_memory_once(scene: Any, ends: str) -> None:
+    """The gradient is announced, granted and half sent."""
     it = scene(workers=2)
     owner = it.owners[0]
     tickets = [owner.push(chunk, noise(1, it.chunks[chunk].numel)) for chunk in (0, 2, 0)]
@@ -457,24 +459,27 @@ def test_a_link_that_ends_gives_all_memory_back_once(scene: Any, ends: str) -> N
     assert sorted(owner.free) == tickets
 
 
-def test_what_was_given_up_is_not_sent(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads end the link while packets of a gradient are made: its owner has it again."""
+def test_packets_of_a_returned_gradient_are_not_sent(
+    scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link ends while a thread builds packets of a gradient that already went back to its
+    owner."""
     it, real, made = scene(workers=1), fixed_point.quantize, threading.Event()
     owner = it.owners[0]
 
-    def slow(*given: Any) -> None:
+    def slow(*arguments: Any) -> None:
         if not made.is_set():
             threading.Thread(target=owner.link.close).start()
             while vars(owner.link)["_member"] is not None:
                 time.sleep(0.001)
             owner.link.lost(LostError("the server is gone"))
             assert owner.free
-        real(*given)
+        real(*arguments)
         made.set()
 
     monkeypatch.setattr(fixed_point, "quantize", slow)
     owner.push(2, noise(1, SMALL))
-    it.hub.heard(switch_frames.ANNOUNCE, 1)
+    it.hub.wait_frames(switch_frames.ANNOUNCE, 1)
     maxima = it.hub.maxima(it.hub.grant(2, 1, 1, {0}), 1)
     first = it.hub.up
     it.hub.send(Kind.MAXIMA, 2, 1, maxima, first)
@@ -491,7 +496,7 @@ def test_a_stranger_changes_nothing(scene: Any) -> None:  # Rule 8
     wrong = np.zeros(1456, np.uint8)
     packets.write_headers(wrong, 1456, 1, kind=Kind.PARAMETERS, job=7, first=0, a=2, b=1)
     it.hub.socket.send(wrong, 1456, it.hub.children[0])
-    it.hub.heard(m.PULL, 1)
+    it.hub.wait_frames(m.PULL, 1)
     it.hub.send(Kind.PARAMETERS, 2, 1, it.weights(2, 1))
     owner.until(lambda: owner.pulled == [ticket])
     assert owner.into[ticket] == it.weights(2, 1).tobytes()

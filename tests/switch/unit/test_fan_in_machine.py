@@ -1,5 +1,5 @@
-"""The state machine of a fan-in's end in a scripted world: workers, switches and the server go on in
-random order; what reaches the server is compared with a plain model."""
+"""The state machine of a fan-in's end in a scripted world: workers, switches and the server act in
+random order; events for the server are compared with a plain model."""
 
 import random
 from collections import Counter
@@ -28,15 +28,15 @@ def packets_of(chunk):
 
 
 class World:
-    """Plays the switches, the links and the server. `up`: what the server hears, sums as
+    """Plays the switches, the links and the server. up: Events for the server, with sums as
     ("sum", chunk, fresh, contributions)."""
 
     def __init__(self, workers, *, buffers=3, sums=2, seed=0):
         self.machine = FanInStateMachine(workers, buffers, sums, packets_of, 0.0)
         self.workers, self.random = workers, random.Random(seed)
-        self.todo = []  # what takes a while; done in any order
-        self.up, self.given, self.filled = [], [], {}
-        self.announced = {}  # (worker, chunk) -> values that were not granted, in order
+        self.todo = []  # slow actions, done in any order
+        self.up, self.answered, self.filled = [], [], {}
+        self.announced = {}  # (worker, chunk) -> values not yet granted, in order
         self.sums, self.buffers, self.numbers = {}, {}, []
         self.now = 0.0
 
@@ -84,12 +84,12 @@ class World:
                 self.feed(messages.Pulled(ticket, chunk))
             case Give(pull, buffer) as give:
                 assert self.filled[buffer] == (pull.chunk, pull.version)
-                self.given.append(pull)
+                self.answered.append(pull)
                 self.feed(messages.Done(give))
             case Broadcast(pulls, buffer) as broadcast:
                 assert [pull.worker for pull in pulls] == list(range(self.workers))
                 assert {self.filled[buffer]} == {(pull.chunk, pull.version) for pull in pulls}
-                self.given += pulls
+                self.answered += pulls
                 self.feed(messages.Done(broadcast))
             case PushRound() as push:
                 del self.buffers[push.buffer]
@@ -106,7 +106,7 @@ class World:
         self.feed(Tick(self.now))
 
     def about(self, chunk):
-        """What the server heard of its gradient."""
+        """Events for the server about the gradient of a chunk."""
         return [
             m
             for m in self.up
@@ -115,7 +115,8 @@ class World:
         ]
 
     def at_the_end(self):
-        """Nothing is lost: every buffer is free, every number was given out once, in order."""
+        """Check that nothing was lost: every buffer is free and every number was used once, in
+        order."""
         assert not (self.todo or self.sums or self.buffers or self.machine.in_step())
         assert not (any(self.announced.values()) or self.machine.rounds or self.machine.order)
         assert not (self.machine.queue or self.machine.alone or self.machine.late())
@@ -131,8 +132,8 @@ def update(chunk, step, worker, has=True):
 
 
 class Script:
-    """A worker, as far ahead as it likes. `plan`: (step, chunk) -> how many gradients; of some
-    steps all workers drop what they pushed and push `again`."""
+    """A worker that may run ahead. plan: (worker, step, chunk) -> number of gradients. dropped:
+    Steps whose gradients all workers drop and push again."""
 
     def __init__(self, world, worker, plan, dropped, closes):
         self.world, self.worker, self.plan = world, worker, plan
@@ -157,7 +158,7 @@ class Script:
             if self.closes and self.world.random.random() < 0.5:
                 self.world.feed(messages.Close(chunk, step, self.worker))
                 yield
-            if many:  # else it has nothing to drop
+            if many:  # otherwise it has nothing to drop
                 self.world.feed(messages.DiscardGrad(chunk, self.worker))
                 yield
         for i in range(many):
@@ -170,9 +171,8 @@ class Script:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(40))
-def test_what_reaches_the_server_is_what_the_plain_model_says(workers, seed):  # Rule 1, Rule 5
-    """0 to 3 gradients of each worker a step, also of none; some dropped by all; time passes or
-    not."""
+def test_the_server_gets_the_events_of_the_plain_model(workers, seed):  # Rule 1, Rule 5
+    """0 to 3 gradients per worker and step; all workers drop some of them; time may pass."""
     rng, steps, chunks = random.Random(seed), 3, range(3)
     world = World(workers, sums=rng.choice([1, 2, 3]), seed=seed)
     plan = {
@@ -195,13 +195,13 @@ def test_what_reaches_the_server_is_what_the_plain_model_says(workers, seed):  #
             world.tick(ALONE_S)
     world.at_the_end()
     for chunk in chunks:
-        said = iter(world.about(chunk))
+        messages_up = iter(world.about(chunk))
         for step in range(1, steps + 1):
-            wanted = Counter(
+            expected = Counter(
                 (w, step, i) for w in range(workers) for i in range(plan[w, step, chunk])
             )
             found, fresh = Counter(), []
-            for message in said:
+            for message in messages_up:
                 match message:
                     case ("sum", _, is_fresh, values):
                         fresh.append(is_fresh)
@@ -212,11 +212,11 @@ def test_what_reaches_the_server_is_what_the_plain_model_says(workers, seed):  #
                     case messages.ApplyUpdate():
                         assert message.step == step
                         break
-            assert found == wanted
+            assert found == expected
             assert fresh == [True] * bool(fresh) + [False] * (len(fresh) - 1)
             if not hurried:
                 most = max(plan[w, step, chunk] for w in range(workers))
-                assert len(fresh) == most, "the r-th gradients of all are one round"
+                assert len(fresh) == most, "the r-th gradients of all workers share a round"
     ends = [m.step for m in world.up if isinstance(m, messages.EndStep)]
     assert ends == list(range(1, steps + 1))
     blobs = [m.blob for m in world.up if isinstance(m, messages.Commit)]
@@ -226,17 +226,17 @@ def test_what_reaches_the_server_is_what_the_plain_model_says(workers, seed):  #
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 3, 40])
-def test_every_pull_is_answered_once_and_one_broadcast_is_one_pull_of_each(
+def test_every_pull_is_answered_once_and_a_broadcast_answers_one_pull_per_worker(
     workers, seed, buffers
 ):  # Rule 4, Rule 5
-    """Each asks twice for a chunk and version; one may be a whole step ahead."""
-    rng, world, asked = random.Random(seed), World(workers, buffers=buffers, seed=seed), []
+    """Each worker pulls each version of a chunk twice, and may be a whole step ahead."""
+    rng, world, requested = random.Random(seed), World(workers, buffers=buffers, seed=seed), []
 
     def pulls_of(worker):
         for version in range(3):
             for i, chunk in enumerate([*range(5), *reversed(range(5))]):
                 pull = messages.Pull(chunk, version, None, 100 * version + i, worker)
-                asked.append(pull)
+                requested.append(pull)
                 world.feed(pull)
                 yield
 
@@ -248,28 +248,28 @@ def test_every_pull_is_answered_once_and_one_broadcast_is_one_pull_of_each(
             script = rng.choice(scripts)
             if next(script, "over") == "over":
                 scripts.remove(script)
-    assert Counter(map(id, world.given)) == Counter(map(id, asked))
-    assert world.now == 0.0, "nobody was served alone"
+    assert Counter(map(id, world.answered)) == Counter(map(id, requested))
+    assert world.now == 0.0, "a pull was answered alone"
     world.at_the_end()
     if buffers == 40:
         assert sum(isinstance(m, messages.Pull) for m in world.up) == 3 * 5
 
 
-def test_one_asks_twice_before_another_asks_once():
+def test_two_pulls_of_a_worker_go_into_two_broadcasts():
     world = World(2)
     tickets = [(0, 1), (0, 2), (1, 3)]
     for worker, ticket in tickets:
         world.feed(messages.Pull(7, 0, None, ticket, worker))
     world.run_all()
-    assert [pull.ticket for pull in world.given] == [1, 3]
+    assert [pull.ticket for pull in world.answered] == [1, 3]
     world.feed(messages.Pull(7, 0, None, 4, 1))
     world.run_all()
-    assert [pull.ticket for pull in world.given] == [1, 3, 2, 4]
+    assert [pull.ticket for pull in world.answered] == [1, 3, 2, 4]
     assert len(world.up) == 1, "the copy is still there"
     world.at_the_end()
 
 
-def test_a_pull_that_nobody_joins_is_answered_by_itself():  # Rule 5
+def test_a_pull_that_no_other_worker_shares_is_answered_alone():  # Rule 5
     world = World(2)
     world.tick(5.0)
     world.feed(messages.Pull(7, 0, None, 1, 0))
@@ -278,15 +278,15 @@ def test_a_pull_that_nobody_joins_is_answered_by_itself():  # Rule 5
     world.feed(messages.Pull(7, 0, None, 2, 0))
     world.tick(0.6)
     world.run_all()
-    assert [pull.ticket for pull in world.given] == [1], "the second has not waited long enough"
+    assert [pull.ticket for pull in world.answered] == [1], "the second has not waited long enough"
     world.feed(messages.Pull(7, 0, None, 3, 1))
     world.run_all()
-    assert [pull.ticket for pull in world.given] == [1, 2, 3]
+    assert [pull.ticket for pull in world.answered] == [1, 2, 3]
     world.at_the_end()
 
 
 def test_workers_that_wait_for_each_other_are_summed_alone():  # Rule 5
-    """Each has a gradient that the other has not, and no room for another one."""
+    """Each has a gradient that the other lacks, and no room for another gradient."""
     world = World(2)
     world.announce(0, True, 0, "mine")
     world.announce(1, True, 1, "theirs")
@@ -306,14 +306,14 @@ def test_workers_that_wait_for_each_other_are_summed_alone():  # Rule 5
 
 
 def test_copies_of_a_chunk_are_not_summed_at_different_times():
-    """Each server decides by its own clock who waits: with replicas that is an error."""
+    """Each server decides by its own clock which workers wait; with replicas that is an error."""
     world = World(2)
     world.machine = FanInStateMachine(2, 3, 2, packets_of, 0.0, replicated=True)
     world.announce(0, True, 0, "mine")
     world.announce(1, True, 1, "theirs")
     world.tick(2 * ALONE_S)
     world.run_all()
-    world.feed(messages.Close(0, 1, 1))  # it has none: the sum is the same
+    world.feed(messages.Close(0, 1, 1))  # it has no gradient, so the sum is the same
     world.feed(messages.Close(0, 1, 0))
     assert world.about(0) == [("sum", 0, True, ["mine"]), messages.Close(0, 1)]
     world.announce(1, True, 0, "late")
@@ -323,8 +323,8 @@ def test_copies_of_a_chunk_are_not_summed_at_different_times():
 
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-def test_who_has_no_gradient_has_none_to_drop(closes, again):
-    """A step is skipped, of which one worker alone had a gradient; then the same step again."""
+def test_a_worker_without_a_gradient_drops_nothing(closes, again):
+    """A step for which only one worker had a gradient is skipped and then repeated."""
     world = World(2)
     world.announce(0, True, 0, "dropped")
     world.feed(messages.Close(0, 1, 1))
@@ -340,13 +340,13 @@ def test_who_has_no_gradient_has_none_to_drop(closes, again):
     world.run_all()
     sums = [up for up in world.about(0) if isinstance(up, tuple)]
     assert sums[0] == ("sum", 0, True, ["dropped"])
-    assert {one for *_, values in sums[1:] for one in values} == {"mine", *["theirs"] * again}
+    assert {value for *_, values in sums[1:] for value in values} == {"mine", *["theirs"] * again}
     assert sums[1][2] and messages.DiscardGrad(0) in world.about(0)
     world.at_the_end()
 
 
 def test_a_slow_worker_is_waited_for_and_named():  # Rule 5
-    """What it is about to announce is not summed without it."""
+    """A gradient that it is about to announce is not summed without it."""
     world = World(3)
     world.tick(10.0)
     world.announce(4, True, 0, "a")
@@ -375,16 +375,16 @@ def test_a_chunk_without_a_gradient_is_closed_alone():
     world.at_the_end()
 
 
-def test_data_is_granted_only_where_a_sum_buffer_is_free():  # Rule 4
+def test_data_is_granted_only_if_a_sum_buffer_is_free():  # Rule 4
     world = World(2, sums=1)
     for chunk in range(3):
         for worker in range(2):
             world.announce(chunk, True, worker, worker)
-    grants = [one for one in world.todo if isinstance(one, ExponentsArrived)]
+    grants = [event for event in world.todo if isinstance(event, ExponentsArrived)]
     assert len(grants) == 3, "exponents need no sum buffer"
     world.todo.clear()
-    for came in reversed(grants):
-        world.feed(came)
+    for grant in reversed(grants):
+        world.feed(grant)
     assert world.todo == [GradientArrived(0, 1)], "in the order of their exponents"
     world.todo.clear()
     world.feed(GradientArrived(0, 1))
@@ -394,7 +394,7 @@ def test_data_is_granted_only_where_a_sum_buffer_is_free():  # Rule 4
     world.run_all()
 
 
-def test_what_workers_differ_in_is_said():
+def test_differences_between_workers_are_refused():
     world = World(3)
     for worker in range(3):
         world.announce(5, True, worker, worker)
@@ -422,9 +422,9 @@ def test_what_workers_differ_in_is_said():
         world.feed(messages.Close(5, 2, 1))
 
 
-def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
+def test_a_worker_lost_during_a_step_is_an_error():  # Rule 5
     world = World(2)
-    world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
+    world.feed(messages.PeerLost(1, "killed"))  # between steps a worker may leave
     with pytest.raises(LostError, match="worker 1 was lost: killed"):
         world.announce(0, True, 0, 0)
     world = World(2)
@@ -435,8 +435,8 @@ def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
         world.feed(messages.PeerLost(1, "killed"))
 
 
-def test_the_end_of_a_step_goes_behind_its_updates():  # Rule 3
-    """Else the server could commit a step that lacks what is still in the network."""
+def test_the_end_of_a_step_follows_its_updates():  # Rule 3
+    """Otherwise the server could commit a step while its gradients are still in the network."""
     world = World(2)
     for worker in range(2):
         world.announce(0, True, worker, worker)
@@ -445,7 +445,7 @@ def test_the_end_of_a_step_goes_behind_its_updates():  # Rule 3
     assert world.up == []
     while world.todo:
         world.run_one()
-    assert [type(said).__name__ for said in world.up] == [
+    assert [type(message).__name__ for message in world.up] == [
         "tuple",
         "Close",
         "ApplyUpdate",
@@ -453,21 +453,21 @@ def test_the_end_of_a_step_goes_behind_its_updates():  # Rule 3
     ]
 
 
-def test_what_arrives_before_the_first_tick_waits_since_the_machine_began():  # Rule 5
+def test_waits_before_the_first_tick_count_from_the_start_of_the_machine():  # Rule 5
     world, began_s = World(2), 20_000.0
     world.machine = FanInStateMachine(2, 3, 2, packets_of, began_s)
     world.announce(0, True, 0, "mine")
     world.feed(messages.Pull(1, 0, None, 1, 0))
     world.feed(Tick(began_s + ALONE_S / 2))
     assert [late.since for late in world.machine.late()] == [began_s]
-    assert world.todo == []  # neither goes without the other worker yet
+    assert world.todo == []  # neither is summed without the other worker yet
     world.feed(Tick(began_s + 2 * ALONE_S))
     assert world.todo != []
 
 
-def test_pulls_of_the_next_step_keep_no_buffer_from_a_slow_worker():  # Rule 5
-    """Worker 0 has asked for all updates and wants what they make; worker 1 still needs the
-    version before, which has to go through the same buffers."""
+def test_pulls_of_the_next_step_leave_buffers_for_a_slow_worker():  # Rule 5
+    """Worker 0 has requested all updates and pulls their results; worker 1 still needs the previous
+    version, which must pass through the same buffers."""
     world = World(2, buffers=2)
     for chunk in range(3):
         world.announce(chunk, True, 0, 0)

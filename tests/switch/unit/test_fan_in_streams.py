@@ -1,5 +1,5 @@
-"""Which bytes and which places the numbers of a fan-in's two streams stand for; the trial of the
-network's multicast; who is named as late."""
+"""The bytes and buffers behind the numbers of a fan-in's two streams; the trial of the network's
+multicast; reports of late workers."""
 
 import random
 import re
@@ -24,7 +24,7 @@ WORKERS = 3
 
 
 def batch_of(kind, numbered):
-    """numbered: (number, payload) of each packet."""
+    """A batch of packets. numbered: (number, payload) of each."""
     buffer = np.zeros(len(numbered) * PACKET_NBYTES, np.uint8)
     for i, (number, payload) in enumerate(numbered):
         part = buffer[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
@@ -37,15 +37,15 @@ def batch_of(kind, numbered):
 
 
 def pieces(data, first):
-    """(number, payload) of the packets that carry `data`."""
+    """Split `data` into (number, payload) of packets."""
     starts = range(0, len(data), PAYLOAD_NBYTES)
     return [(first + i, data[at : at + PAYLOAD_NBYTES]) for i, at in enumerate(starts)]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
-def test_sums_land_where_they_belong_in_any_order(width, seed):  # Rule 6
-    """Two rounds at once, their packets mixed, some twice; compared with the plain reference."""
+def test_sums_are_stored_correctly_in_any_order_of_packets(width, seed):  # Rule 6
+    """Packets of two rounds are mixed and some repeated; the sums equal the plain reference."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     incoming, sizes = Incoming(64, width, WORKERS), [5000, 333]
     maxima, totals, sums, first = [], [], [], 0
@@ -93,7 +93,7 @@ def test_packets_that_were_not_granted_are_refused():
         incoming.take(batch_of(Kind.GRADIENT, [(0, [])]))
 
 
-def test_what_leaves_is_what_was_added_until_all_have_it():
+def test_data_is_kept_for_resends_until_all_have_it():
     noise, out, done = np.random.default_rng(0), Outgoing(9, KEY), []
     data = [noise.integers(0, 256, size).astype(np.uint8) for size in (4096, 100, 8192)]
     kinds = [Kind.PARAMETERS, Kind.MAXIMA, Kind.PARAMETERS]
@@ -127,30 +127,30 @@ def test_what_leaves_is_what_was_added_until_all_have_it():
 @pytest.mark.parametrize(
     ("answers", "verdict"), [([True] * 3, True), ([True, False], False), ([True, True], None)]
 )
-def test_the_network_copies_where_all_have_heard_it(answers, verdict):
+def test_multicast_is_used_if_all_workers_received_the_trial(answers, verdict):
     trial = MulticastTrial(3)
-    assert not trial.due(0.0), "nobody would hear it"
+    assert not trial.due(0.0), "no worker listens yet"
     for rank in range(3):
         trial.invite(rank, 1.0)
     assert trial.due(1.0) and not trial.due(1.01) and trial.due(1.06)
-    for rank, came in enumerate(answers):
-        trial.answered(rank, came)
+    for rank, arrived in enumerate(answers):
+        trial.answered(rank, arrived)
     assert trial.verdict(1.5) is verdict
     assert trial.verdict(1.1 + ANSWERS_S) is (verdict or False)
 
 
-def test_a_trial_has_a_group_of_its_job():
+def test_a_trial_uses_the_multicast_group_of_its_job():
     assert group_of(5, "10.0.0.1") == ("239.192.0.5", 20005)
     assert group_of((1 << 32) - 1, "10.0.0.1")[0] == "239.195.255.255"
     assert group_of(5, "fe80::1%3") is None
     assert packets.verify(packet_of(5, KEY), PACKET_NBYTES, 1, KEY, 5).all()
 
 
-def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
+def test_a_late_worker_is_named_once_within_two_seconds():  # Rule 5
     lateness, lines = Lateness(3, "10.0.0.9:7100"), []
 
-    def look(now, late=(), gone=(), here=True):
-        lines.extend(lateness.update(late, now, set(gone), here))
+    def look(now, late=(), lost=(), here=True):
+        lines.extend(lateness.update(late, now, set(lost), here))
 
     look(10.0)
     lateness.heartbeat(100, 2, 10.5)
@@ -166,8 +166,8 @@ def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
     assert lines[1:] == ["worker 2 is no longer late"]
     look(12.8, [LateWorker(1, 4, 12.8 - LATE_S - 0.1)])
     assert len(lines) == 3 and "worker 1 has been behind the others with chunk 4" in lines[2]
-    look(12.9, gone=[1])
-    assert len(lines) == 3 and not lateness.named, "who has left is not late"
+    look(12.9, lost=[1])
+    assert len(lines) == 3 and not lateness.named, "a worker that has left is not late"
     look(14.0)
     assert lines[3].startswith("the root switch 10.0.0.9:7100 has sent no packet for 2.")
     assert re.search(r"since \d\d:\d\d:\d\d UTC", lines[3])
@@ -175,13 +175,13 @@ def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
     assert not lateness.named
     lateness.heartbeat(3000, (1 << 32) - 1, 15.0)
     look(15.1)
-    assert not lateness.named, "it has not begun yet"
+    assert not lateness.named, "the end has not begun yet"
     lateness.heartbeat(5100, (1 << 32) - 1, 17.1)
     look(17.2)
     assert "a worker that has not reached any switch yet" in lines[-1]
 
 
-def test_what_the_end_takes_is_a_quarter_or_the_least():  # Rule 4
+def test_the_end_takes_a_quarter_of_the_memory_or_the_minimum():  # Rule 4
     table = ChunkTable.build([("", ()), ("b", [ParamSpec("w", (3 << 20,), "bf16", True, 0)])])
     records = {chunk.id: record(chunk, 2, 0) for chunk in table.chunks}
     piece, scratch = 2 << 20, 4 << 20

@@ -1,5 +1,5 @@
-"""The fan-in's machines, explored: small scenes of benchmarks/fanin/model.py, and that it finds
-what is wrong."""
+"""Exhaustive exploration of the fan-in's state machines: small scenes of benchmarks/fanin/model.py,
+and that it detects broken variants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from benchmarks.fanin.upwards import Tree, Variant
 
 
 def assert_right(result: Result, states: int, exhaustive: bool = True) -> None:
-    """states: at least so many are reached, else something was not explored."""
+    """Assert that a result is right. states: Least number of states that the exploration must
+    reach."""
     assert result.right, f"{result.wrong}: {result.trace}"
     assert result.exhaustive == exhaustive and result.states >= states
 
@@ -19,7 +20,7 @@ def assert_right(result: Result, states: int, exhaustive: bool = True) -> None:
 @pytest.mark.parametrize(
     "window, numbers, timeouts, states", [(2, 3, False, 10_000), (2, 2, True, 5_000)]
 )
-def test_every_sum_is_right_and_comes(
+def test_every_sum_is_right_and_arrives(
     window: int, numbers: int, timeouts: bool, states: int
 ) -> None:  # Rules 1, 5
     assert_right(check(window=window, numbers=numbers, timeouts=timeouts), states)
@@ -37,12 +38,12 @@ def test_switches_below_a_switch(tree: Tree, exhaustive: bool) -> None:
 
 
 @pytest.mark.parametrize("window, numbers", [(2, 3), (3, 4)])
-def test_what_goes_down_comes_to_all(window: int, numbers: int) -> None:  # Rule 5
+def test_broadcasts_reach_all_workers(window: int, numbers: int) -> None:  # Rule 5
     assert_right(check_down(window=window, numbers=numbers, most_states=10_000), 5_000, window == 2)
 
 
 @pytest.mark.parametrize("variant", REFUTED, ids=lambda variant: variant.name)
-def test_what_is_wrong_is_found(variant: Variant) -> None:
+def test_broken_variants_are_detected(variant: Variant) -> None:
     result = REFUTED[variant].result()
     assert not result.right and result.wrong and result.trace
 

@@ -1,4 +1,5 @@
-"""benchmarks/fanin/random.py, small: packets through a switch that loses, repeats and delays them."""
+"""Small runs of benchmarks/fanin/random.py: packets through a switch that loses, repeats and delays
+them."""
 
 from __future__ import annotations
 
@@ -29,19 +30,19 @@ def test_many_packets_through_the_compiled_table() -> None:  # Rule 1
     assert found.wrong == 0 and found.packets >= 100_000
 
 
-def test_what_is_not_lost_is_not_sent_again() -> None:
+def test_packets_that_are_not_lost_are_not_resent() -> None:
     still = Faults(loss=0, repeated=0, late=0, very_late=0, restart=0)
     found = send_through(PlainTable, 5_000, workers=2, window=64, faults=still)
     assert found.wrong == 0 and found.resent == 0 and found.packets == 3 * found.sums
 
 
-def test_a_wrong_sum_is_seen() -> None:
-    """L10: the switch of the paper, taken literally."""
+def test_a_wrong_sum_is_detected() -> None:
+    """L10: the switch as published."""
     literal = partial(PlainTable, machine=LiteralSwitch)
     scene = Scene(literal, BAD, seed=1, workers=2, window=64)
     for sender in scene.senders:
         sender.may_send(10_000)
-    with suppress(WireError):  # a number that one worker never sent may be what comes
+    with suppress(WireError):  # a number that a worker never sent may arrive
         while not scene.outcome.wrong and scene.end.ack < 10_000:
             scene.tick()
     assert scene.outcome.wrong

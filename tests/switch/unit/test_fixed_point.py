@@ -1,4 +1,5 @@
-"""Fixed point: bits of the plain reference, an error within its bound, sums that cannot overflow."""
+"""Fixed point: kernels equal the plain reference, errors stay within their bound, sums cannot
+overflow."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MOST = {"fp32": 3.4028235e38, "bf16": 3.3895314e38, "fp16": 65504.0}
 
 
 def values_of(dtype: str, n: int, seed: int, spread: int = 40) -> np.ndarray:
-    """Of many magnitudes, with zeros, denormals and blocks of one kind."""
+    """Random values of many magnitudes, with zeros, denormals and uniform blocks."""
     rng = np.random.default_rng(seed)
     with np.errstate(over="ignore", under="ignore"):
         scale = np.exp2(np.repeat(rng.integers(-spread, spread, n // 100 + 1), 100)[:n])
@@ -40,7 +41,7 @@ def exponents_of(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def quantized(values, dtype, maxima, workers, width) -> np.ndarray:
-    """Integers of all packets, [whole packets]."""
+    """Integers of all packets, padded to whole packets."""
     count = fixed.packets_of(values.size, width)
     buffer = np.full(count * PACKET_NBYTES, 77, np.uint8)
     fixed.quantize(values, dtype, maxima, workers, width, 0, buffer)
@@ -58,23 +59,23 @@ def dequantized(integers, n, maxima, workers, width) -> np.ndarray:
     return out
 
 
-def summed(values: list[np.ndarray], dtype: str, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sum, maxima) as the fan-in makes them."""
+def fan_in_sum(values: list[np.ndarray], dtype: str, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sum, maxima) as the fan-in computes them."""
     n, workers = values[0].size, len(values)
-    maxima = np.max([exponents_of(one, dtype) for one in values], axis=0)
-    integers = [quantized(one, dtype, maxima, workers, width) for one in values]
+    maxima = np.max([exponents_of(array, dtype) for array in values], axis=0)
+    integers = [quantized(array, dtype, maxima, workers, width) for array in values]
     with np.errstate(over="raise"):
-        exact = np.sum([one.astype(np.int64) for one in integers], axis=0)
+        exact = np.sum([array.astype(np.int64) for array in integers], axis=0)
     total = np.sum(integers, axis=0, dtype=fixed.INTEGER[width])
     assert np.array_equal(total, exact), "an overflow"
     return dequantized(total, n, maxima, workers, width), maxima
 
 
 def assert_within_bound(values: list[np.ndarray], dtype: str, width: int) -> None:
-    found, maxima = summed(values, dtype, width)
+    found, maxima = fan_in_sum(values, dtype, width)
     # float64's own rounding of a sum of 64 is far below the bound and float32's rounding
-    wide = np.sum([reference_widen(one, dtype).astype(np.float64) for one in values], axis=0)
-    bounds = [fixed.error_bound(int(one), len(values), width) for one in maxima]
+    wide = np.sum([reference_widen(array, dtype).astype(np.float64) for array in values], axis=0)
+    bounds = [fixed.error_bound(int(exponent), len(values), width) for exponent in maxima]
     bound = np.repeat(bounds, BLOCK)[: found.size]
     rounding = np.maximum(np.abs(wide) * 2.0**-24, 2.0**-150) + bound * 2.0**-24
     fits = np.abs(wide) + bound < MOST["fp32"]
@@ -84,7 +85,7 @@ def assert_within_bound(values: list[np.ndarray], dtype: str, width: int) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [0, 1, 351, 352, 353, 5000])
-def test_exponents_are_the_references(dtype, n):
+def test_exponents_equal_the_reference(dtype, n):
     values = values_of(dtype, n, seed=n, spread=120 if dtype != "fp16" else 14)
     assert np.array_equal(
         exponents_of(values, dtype), references.reference_exponents(values, dtype)
@@ -92,12 +93,12 @@ def test_exponents_are_the_references(dtype, n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_exponent_is_the_least_that_is_greater(dtype):
-    one = np.zeros(BLOCK, np.float32)
+def test_an_exponent_is_the_least_above_the_maximum(dtype):
+    block = np.zeros(BLOCK, np.float32)
     for power in range(-149, 128):
         for x in (2.0**power, 2.0**power * 1.5, -(2.0**power)):
-            one[17] = x
-            values = reference_downcast(one, dtype)
+            block[17] = x
+            values = reference_downcast(block, dtype)
             wide = float(abs(reference_widen(values, dtype)[17]))
             (byte,) = exponents_of(values, dtype)
             if wide == 0:
@@ -112,7 +113,7 @@ def test_an_exponent_is_the_least_that_is_greater(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 33, 64])
-def test_kernels_are_their_references(dtype, width, workers):
+def test_kernels_equal_their_references(dtype, width, workers):
     n = 3000
     values = values_of(dtype, n, seed=workers)
     maxima = exponents_of(values, dtype)
@@ -126,8 +127,8 @@ def test_kernels_are_their_references(dtype, width, workers):
         info.min, info.max, integers.size, dtype=fixed.INTEGER[width], endpoint=True
     )
     found = dequantized(total, n, maxima, workers, width)
-    wanted = references.reference_dequantize(total[:n], maxima, workers, width)
-    assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
+    expected = references.reference_dequantize(total[:n], maxima, workers, width)
+    assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 @given(
@@ -163,9 +164,9 @@ def test_equal_extremes_do_not_overflow(dtype, width, workers):
                 values = top * np.float32(sign) if dtype == "fp32" else top ^ (0x8000 * (sign < 0))
                 values = values.astype(top.dtype)
                 maxima = exponents_of(values, dtype)
-                one = quantized(values, dtype, maxima, workers, width).astype(np.int64)
+                integers = quantized(values, dtype, maxima, workers, width).astype(np.int64)
                 info = np.iinfo(fixed.INTEGER[width])
-                parts = np.cumsum(np.tile(one[:1], workers))
+                parts = np.cumsum(np.tile(integers[:1], workers))
                 assert info.min <= parts.min() and parts.max() <= info.max
                 assert abs(int(parts[-1])) < 1 << (8 * width - 1)
                 assert_within_bound([values] * workers, dtype, width)
@@ -184,12 +185,12 @@ def test_values_beyond_their_maxima_cannot_overflow_either(
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_makes_its_block_nan_for_all(dtype, bad, width):  # Rule 6
+def test_a_non_finite_value_makes_its_block_nan_for_all(dtype, bad, width):  # Rule 6
     values = [values_of(dtype, 4 * BLOCK, seed, 10) for seed in range(3)]
     poison = np.zeros(1, np.float32)
     poison[0] = bad
     values[1][2 * BLOCK + 5] = reference_downcast(poison, dtype)[0]
-    found, maxima = summed(values, dtype, width)
+    found, maxima = fan_in_sum(values, dtype, width)
     assert maxima[2] == fixed.NOT_FINITE and np.isinf(fixed.error_bound(255, 3, width))
     assert np.isnan(found[2 * BLOCK : 3 * BLOCK]).all()
     assert np.isfinite(found[: 2 * BLOCK]).all() and np.isfinite(found[3 * BLOCK :]).all()
@@ -197,10 +198,10 @@ def test_what_is_not_finite_makes_its_block_nan_for_all(dtype, bad, width):  # R
 
 def test_zeros_and_denormals():
     zeros = np.zeros(700, np.float32)
-    found, maxima = summed([zeros, zeros], "fp32", 4)
+    found, maxima = fan_in_sum([zeros, zeros], "fp32", 4)
     assert not maxima.any() and not found.any() and fixed.error_bound(0, 2, 4) == 0
     tiny = np.array([1e-45, -1e-45, 3e-39, 0], np.float32)
-    found, maxima = summed([tiny, tiny], "fp32", 4)
+    found, maxima = fan_in_sum([tiny, tiny], "fp32", 4)
     assert maxima[0] == 1 and np.array_equal(found, 2 * tiny), "int32 holds them exactly"
 
 
@@ -208,11 +209,11 @@ def test_zeros_and_denormals():
 @settings(max_examples=30)
 def test_all_orders_and_trees_give_the_same_bits(width, workers, seed):  # Rule 1
     values = [values_of("bf16", 400, seed + worker) for worker in range(workers)]
-    maxima = np.max([exponents_of(one, "bf16") for one in values], axis=0)
-    integers = [quantized(one, "bf16", maxima, workers, width) for one in values]
+    maxima = np.max([exponents_of(array, "bf16") for array in values], axis=0)
+    integers = [quantized(array, "bf16", maxima, workers, width) for array in values]
     rng = np.random.default_rng(seed)
     first = np.sum(integers, axis=0, dtype=fixed.INTEGER[width])
-    while len(integers) > 1:  # any two are added next
+    while len(integers) > 1:  # add any two
         i, j = sorted(rng.choice(len(integers), 2, replace=False))
         integers[i] = integers[i] + integers.pop(j)
         assert integers[i].dtype == fixed.INTEGER[width]
@@ -220,7 +221,7 @@ def test_all_orders_and_trees_give_the_same_bits(width, workers, seed):  # Rule 
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_packets_in_any_order_and_runs_give_the_same(width):
+def test_packets_in_any_order_and_runs_give_the_same_bits(width):
     n = 7 * PAYLOAD_NBYTES // width - 13
     values = values_of("fp32", n, 3)
     maxima = exponents_of(values, "fp32")
@@ -240,7 +241,7 @@ def test_packets_in_any_order_and_runs_give_the_same(width):
     assert (out[: 4 * each] == 9).all() and (out[5 * each : 6 * each] == 9).all()
 
 
-def test_no_values_are_zeros():
+def test_missing_values_count_as_zeros():
     buffer = np.full(2 * PACKET_NBYTES, 5, np.uint8)
     none = np.empty(0, np.float32)
     for maxima in (np.empty(0, np.uint8), np.full(9, 130, np.uint8)):
@@ -258,7 +259,7 @@ def test_numbers_of_packets(elements, width, packets, exponents):
     assert fixed.exponent_packets_of(elements) == exponents
 
 
-def test_what_cannot_be_is_refused():  # Rule 4: both numbers, and the way out
+def test_impossible_sizes_are_refused():  # Rule 4: both numbers, and the way out
     values, maxima = np.zeros(352, np.float32), np.zeros(1, np.uint8)
     buffer = np.zeros(PACKET_NBYTES, np.uint8)
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""switch/protocol/numbered.py: the ends of a numbered stream, alone and through a link that loses, delays
-and repeats."""
+"""The two ends of a numbered stream (switch/protocol/numbered.py), alone and over a link that
+loses, delays and repeats packets."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from roadtrain.switch.protocol.numbered import (
 
 
 def numbers_of(beat: Heartbeat) -> set[int]:
-    """All that have come."""
+    """Numbers that a heartbeat reports as received."""
     later = {beat.ack + i for i in range(beat.have.bit_length()) if beat.have >> i & 1}
     return set(range(beat.ack)) | later
 
 
 def beat_of(numbers: set[int], credit: int) -> Heartbeat:
-    """The plain reference: from a set."""
+    """Reference: the heartbeat of a receiver with a set of numbers."""
     ack = next(n for n in range(len(numbers) + 1) if n not in numbers)
     return Heartbeat(ack, credit, sum(1 << (n - ack) for n in numbers if n > ack))
 
 
-# a beginning without holes, and later numbers
+# numbers without a hole from 0, and later numbers
 SETS = st.builds(
     lambda begun, later: set(range(begun)) | later, st.integers(0, 20), st.sets(st.integers(0, 20))
 )
 
 
 @given(st.lists(st.tuples(SETS, st.integers(20, 30)), min_size=1, max_size=5))
-def test_merged_is_what_all_have(receivers: list[tuple[set[int], int]]) -> None:
+def test_merged_beats_report_what_all_receivers_have(receivers: list[tuple[set[int], int]]) -> None:
     beat = merged([beat_of(numbers, credit) for numbers, credit in receivers])
     assert numbers_of(beat) == set.intersection(*(numbers for numbers, _ in receivers))
     assert beat == beat_of(numbers_of(beat), min(credit for _, credit in receivers))
@@ -66,9 +66,9 @@ def test_the_runs_that_overlap_a_range_are_found_with_their_packets(gaps) -> Non
 
 
 @given(SETS, SETS)
-def test_heard_is_what_either_says(one: set[int], other: set[int]) -> None:
-    assert combined(beat_of(one, 21), beat_of(other, 20)) == beat_of(one | other, 21)
-    assert combined(NOTHING, beat_of(one, 25)) == beat_of(one, 25)
+def test_combined_beats_report_what_either_reports(first: set[int], second: set[int]) -> None:
+    assert combined(beat_of(first, 21), beat_of(second, 20)) == beat_of(first | second, 21)
+    assert combined(NOTHING, beat_of(first, 25)) == beat_of(first, 25)
 
 
 def sent_to(receiver: NumberedReceiver | None = None, ready: int = 100) -> NumberedSender:
@@ -79,7 +79,7 @@ def sent_to(receiver: NumberedReceiver | None = None, ready: int = 100) -> Numbe
     return sender
 
 
-def test_nothing_is_sent_before_somebody_has_spoken() -> None:
+def test_nothing_is_sent_before_the_first_heartbeat() -> None:
     sender = sent_to()
     assert list(sender.next_numbers(10)) == [] and not sender.idle
     sender.heartbeat(Heartbeat(0, 3))
@@ -89,12 +89,12 @@ def test_nothing_is_sent_before_somebody_has_spoken() -> None:
     sender.check()
 
 
-def test_a_sender_ends_where_numbers_do() -> None:
+def test_a_sender_stops_at_the_last_number() -> None:
     sender = NumberedSender()
     assert sender.idle
     sender.heartbeat(Heartbeat(0, 9))
     sender.may_send(2)
-    sender.may_send(1)  # a late word takes nothing back
+    sender.may_send(1)  # a late call takes nothing back
     assert list(sender.next_numbers(9)) == [0, 1] and not sender.idle
     sender.heartbeat(Heartbeat(2, 9))
     assert sender.idle and list(sender.next_numbers(9)) == []
@@ -102,33 +102,33 @@ def test_a_sender_ends_where_numbers_do() -> None:
     assert list(sender.next_numbers(9)) == [] and sender.sent == 2
 
 
-def test_a_hole_goes_again_once_before_new_numbers() -> None:
+def test_a_missing_number_is_resent_once_before_new_numbers() -> None:
     sender = sent_to(NumberedReceiver(16))
     assert list(sender.next_numbers(8)) == list(range(8))
-    seen = Heartbeat(1, 16, 0b101100)  # missing: 1, 2, 5; 7 is still under way
+    seen = Heartbeat(1, 16, 0b101100)  # missing: 1, 2, 5; 7 is still in transit
     sender.heartbeat(seen)
     assert [list(sender.next_numbers(9)) for _ in range(2)] == [[1, 2], [5]]
-    sender.heartbeat(seen)  # says nothing new
+    sender.heartbeat(seen)  # reports nothing new
     assert sender.resends == 3
     assert list(sender.next_numbers(2)) == [8, 9]
-    sender.heartbeat(Heartbeat(1, 16, 0b1101100))  # 7 has come, sent before the resends
+    sender.heartbeat(Heartbeat(1, 16, 0b1101100))  # 7 arrived, sent before the resends
     assert list(sender.next_numbers(0)) == [] and list(sender.next_numbers(1)) == [10]
     sender.heartbeat(Heartbeat(1, 16, 0b11101100))  # 8 was sent after them
     assert [list(sender.next_numbers(9)) for _ in range(2)] == [[1, 2], [5]]
     sender.check()
 
 
-def test_a_resend_that_comes_shows_that_earlier_resends_were_lost() -> None:
+def test_a_resend_that_arrives_shows_that_earlier_resends_were_lost() -> None:
     sender = sent_to(NumberedReceiver(4))
     assert len(sender.next_numbers(4)) == 4
     sender.heartbeat(Heartbeat(0, 3, 0b1000))
     assert list(sender.next_numbers(4)) == [0, 1, 2]
     sender.heartbeat(Heartbeat(0, 3, 0b1010))
-    assert list(sender.next_numbers(4)) == [0]  # 2 went after 1, and may still come
+    assert list(sender.next_numbers(4)) == [0]  # 2 was sent after 1 and may still arrive
     sender.check()
 
 
-def test_silence_sends_again_all_that_has_not_come() -> None:
+def test_after_silence_all_missing_numbers_are_resent() -> None:
     sender = sent_to(NumberedReceiver(8))
     sender.next_numbers(5)
     sender.heartbeat(Heartbeat(0, 7, 0b100))
@@ -139,7 +139,7 @@ def test_silence_sends_again_all_that_has_not_come() -> None:
     sender.check()
 
 
-def test_what_was_never_sent_cannot_have_come() -> None:  # Rule 6
+def test_a_heartbeat_for_unsent_numbers_is_refused() -> None:  # Rule 6
     sender = sent_to(NumberedReceiver(8))
     sender.next_numbers(4)
     for beat in (Heartbeat(5, 20), Heartbeat(2, 20, 0b100)):
@@ -164,41 +164,44 @@ def test_a_receiver_takes_each_number_of_its_window_once() -> None:
     st.integers(1, 70),
     st.lists(st.lists(st.tuples(st.integers(-2, 90), st.integers(1, 90)), max_size=4), max_size=6),
 )
-def test_many_are_as_one_after_the_other(depth: int, batches: list[list[tuple[int, int]]]) -> None:
-    one, many = NumberedReceiver(depth), NumberedReceiver(depth)
+def test_accepting_many_numbers_equals_accepting_each(
+    depth: int, batches: list[list[tuple[int, int]]]
+) -> None:
+    single, many = NumberedReceiver(depth), NumberedReceiver(depth)
     for batch in batches:
         numbers = [n for first, count in batch for n in range(first, first + count)]
         new = many.accept_many(np.array(numbers, np.int64))
-        assert new.dtype == np.bool_ and new.tolist() == [one.accept(n) for n in numbers]
-        assert many.heartbeat() == one.heartbeat()
+        assert new.dtype == np.bool_ and new.tolist() == [single.accept(n) for n in numbers]
+        assert many.heartbeat() == single.heartbeat()
         many.check()
 
 
-def test_a_plain_set_agrees() -> None:
-    """Against a receiver that keeps all numbers."""
+def test_a_receiver_agrees_with_a_plain_set() -> None:
+    """The reference keeps all numbers."""
     rng = random.Random(1)
     for depth in (1, 3, 64, 200):
-        receiver, came, ack = NumberedReceiver(depth), set[int](), 0
+        receiver, arrived, ack = NumberedReceiver(depth), set[int](), 0
         for _ in range(2000):
             number = ack + rng.randrange(-5, depth + 3)
-            new = number >= 0 and number not in came and number < ack + depth
+            new = number >= 0 and number not in arrived and number < ack + depth
             assert receiver.accept(number) == new
-            came |= {number} if new else set()
-            while ack in came:
+            arrived |= {number} if new else set()
+            while ack in arrived:
                 ack += 1
-            assert numbers_of(receiver.heartbeat()) == came
+            assert numbers_of(receiver.heartbeat()) == arrived
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.01, 0.3])
 @pytest.mark.parametrize("receivers", [1, 3])
-def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
-    """Whatever the link loses, repeats and reorders; and what is not lost is not sent again."""
+def test_every_number_reaches_every_receiver_once(loss: float, receivers: int) -> None:  # Rule 5
+    """Over a link that loses, repeats and reorders packets; numbers that are not lost are not
+    resent."""
     rng = random.Random(f"{loss} {receivers}")
     count, depth = 3000, 32
     sender, ends = NumberedSender(), [NumberedReceiver(depth) for _ in range(receivers)]
     got = [list[int]() for _ in ends]
     sender.may_send(count)
-    said = [NOTHING] * receivers
+    beats = [NOTHING] * receivers
     for _ in range(200_000):
         batch = [n for _ in range(3) for n in sender.next_numbers(rng.randrange(9))]
         for end, mine in zip(ends, got):
@@ -207,11 +210,11 @@ def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
                 arrived += rng.sample(arrived, len(arrived) // 4)
                 rng.shuffle(arrived)
             mine += [n for n in arrived if end.accept(n)]
-        said = [
+        beats = [
             combined(old, end.heartbeat()) if rng.random() >= loss else old
-            for old, end in zip(said, ends)
+            for old, end in zip(beats, ends)
         ]
-        sender.heartbeat(merged(said))
+        sender.heartbeat(merged(beats))
         sender.check()
         if sender.idle:
             break
@@ -232,7 +235,7 @@ def test_a_probe_resends_the_last_missing_number_and_shows_what_was_lost() -> No
     sender.check()
     assert (sender.sent, sender.resends, sender.in_flight) == (18, 8, 7)
     assert list(sender.next_numbers(1)) == [10], "a probe does not count as lost"
-    sender.heartbeat(Heartbeat(2, 17, 0b11000000))  # it arrives, the other resends do not
+    sender.heartbeat(Heartbeat(2, 17, 0b11000000))  # this resend arrives, the others do not
     sender.check()
     assert list(sender.next_numbers(9)) == [2, 3, 4, 5, 6, 7]
 

@@ -1,5 +1,6 @@
-"""switch.p4 of plugins/switch_offload: the program's source, run by a translator (p4_reader.py, p4_machine.py), does on
-random packets what switch/protocol/switch.py says; neither p4c nor bmv2 is at hand."""
+"""switch.p4 of plugins/switch_offload: the program's source, run by a translator (p4_reader.py,
+p4_machine.py), does on random packets what switch/protocol/switch.py does; p4c and bmv2 are not
+needed."""
 
 from __future__ import annotations
 
@@ -45,29 +46,29 @@ def job(number: int = 77, children: int = 3, udp: int = 9001, slots: int = SLOTS
     )
 
 
-def number_of(said: Any) -> int:
-    if isinstance(said, int):
-        return said
-    return int(said.replace(":", ""), 16) if ":" in said else int(IPv4Address(said))
+def number_of(field: Any) -> int:
+    if isinstance(field, int):
+        return field
+    return int(field.replace(":", ""), 16) if ":" in field else int(IPv4Address(field))
 
 
 def machine(*jobs: P4Job, payload_nbytes: int = 256, source: str = SOURCE) -> Machine:
-    """A switch that has just started, with what the control plane sets, which went through JSON."""
-    said = json.loads(json.dumps(entries(jobs)))
+    """A newly started switch with the control plane's entries, passed through JSON."""
+    config = json.loads(json.dumps(entries(jobs)))
     program = read(source, {"PAYLOAD_BITS": 8 * payload_nbytes})
     found = Entries()
-    for one in said["table_entries"]:
-        control, table = one["table"].split(".")
-        key = tuple(number_of(value) for value in one["match"].values())
-        action = one["action_name"].removeprefix(f"{control}.")
+    for entry in config["table_entries"]:
+        control, table = entry["table"].split(".")
+        key = tuple(number_of(value) for value in entry["match"].values())
+        action = entry["action_name"].removeprefix(f"{control}.")
         parameters = program.controls[control].actions[action][0]
-        assert [name for _, name in parameters] == list(one["action_params"])
+        assert [name for _, name in parameters] == list(entry["action_params"])
         assert len(key) == len(program.controls[control].tables[table].keys)
-        given = [number_of(value) for value in one["action_params"].values()]
-        found.tables.setdefault(one["table"], {})[key] = (action, given)
-    for one in said["multicast_group_entries"]:
-        found.groups[one["multicast_group_id"]] = [
-            (copy["egress_port"], copy["instance"]) for copy in one["replicas"]
+        values = [number_of(value) for value in entry["action_params"].values()]
+        found.tables.setdefault(entry["table"], {})[key] = (action, values)
+    for group in config["multicast_group_entries"]:
+        found.groups[group["multicast_group_id"]] = [
+            (copy["egress_port"], copy["instance"]) for copy in group["replicas"]
         ]
     return Machine(program, found)
 
@@ -75,7 +76,7 @@ def machine(*jobs: P4Job, payload_nbytes: int = 256, source: str = SOURCE) -> Ma
 def frame(
     packet: bytes, of: P4Job, to: P4Neighbour | None = None, source: str = "9.9.9.9"
 ) -> bytes:
-    """To the switch, or as the switch sends it."""
+    """An Ethernet frame to the switch or, with `to`, from the switch."""
     mac, host, udp = (to.mac, to.host, to.udp) if to else (of.mac, of.host, of.udp)
     hops = bytes.fromhex(mac.replace(":", "")), bytes.fromhex(of.mac.replace(":", ""))
     if not to:
@@ -94,27 +95,28 @@ def frame(
 def packet(of: P4Job, number: int, sender: int, payload: bytes = b"", **fields: int) -> bytes:
     kind, width = FORMS[number % len(FORMS)]
     made = np.zeros(1, HEADER)
-    said = {"magic": MAGIC, "version": VERSION, "kind": kind, "job": of.job, "number": number}
-    for name, value in (said | {"sender": sender, "width": width} | fields).items():
+    header = {"magic": MAGIC, "version": VERSION, "kind": kind, "job": of.job, "number": number}
+    for name, value in (header | {"sender": sender, "width": width} | fields).items():
         made[name] = value
     return made.tobytes() + payload
 
 
 def added(width: int, first: bytes, second: bytes) -> bytes:
-    pair = [np.frombuffer(one, f"<i{width}") for one in (first, second)]
+    pair = [np.frombuffer(payload, f"<i{width}") for payload in (first, second)]
     return (pair[0] + pair[1]).tobytes()
 
 
 def greater(first: bytes, second: bytes) -> bytes:
-    return np.maximum(*(np.frombuffer(one, np.uint8) for one in (first, second))).tobytes()
+    return np.maximum(*(np.frombuffer(payload, np.uint8) for payload in (first, second))).tobytes()
 
 
 OPS = [partial(added, width) if width else greater for _, width in FORMS]
 
 
 def run_beside(steps: int, payload_nbytes: int, seed: int, source: str = SOURCE) -> Counter[str]:
-    """Random packets, late, repeated, acknowledged and not, through switches that restart: asserts
-    that the program sends what the state machine does. Returns how often what happened."""
+    """Send random packets (late, repeated, some acknowledged) through switches that restart, and
+    assert that the program sends the same packets as the state machine. Returns counts of
+    events."""
     rng, of, seen = random.Random(seed), job(), Counter[str]()
     switch = machine(of, payload_nbytes=payload_nbytes, source=source)
     model, base = SwitchStateMachine(SLOTS, len(of.children), CHILD), 1 << 40
@@ -125,7 +127,7 @@ def run_beside(steps: int, payload_nbytes: int, seed: int, source: str = SOURCE)
             model = SwitchStateMachine(SLOTS, len(of.children), CHILD)
         if rng.random() < 0.05:
             base += rng.randrange(4)
-            if rng.random() < 0.5:  # the switch hears of it
+            if rng.random() < 0.5:  # the switch sees the acknowledgement
                 seen["beat"] += 1
                 model.parent_beat(Heartbeat(base, base + SLOTS - 1))
                 beat = packet(of, base, 0, kind=Kind.GRADIENT_BEAT, width=0)
@@ -149,8 +151,8 @@ def run_beside(steps: int, payload_nbytes: int, seed: int, source: str = SOURCE)
 
 
 @pytest.mark.parametrize("payload_nbytes", [256, 1408])
-def test_the_program_does_what_the_state_machine_does(payload_nbytes: int) -> None:  # Rule 7
-    """256 bytes a packet is what a real switch could take, 1408 what the ends send."""
+def test_the_program_equals_the_state_machine(payload_nbytes: int) -> None:  # Rule 7
+    """A real switch could take 256 bytes per packet; the ends send 1408."""
     seen = run_beside(2000, payload_nbytes, seed=payload_nbytes)
     assert min(seen[what] for what in ("restart", "beat", "sum", "nothing", "late")) > 5, seen
 
@@ -160,7 +162,7 @@ def test_the_program_does_what_the_state_machine_does(payload_nbytes: int) -> No
     [
         ("^ ((total ^ with) & high)", ""),
         ("(chosen >> 7) * 255", "(chosen >> 6) * 255"),
-        ("meta.number < ack || ", ""),  # L10: a resend begins a sum anew
+        ("meta.number < ack || ", ""),  # L10: a resend starts a new sum
         ("(bits != 0 && meta.number < number)", "bits == 0"),
         ("if (meta.number > number || bits == 0)", "if (bits == 0)"),
         ("(bits & meta.who) != 0", "false_bits != 0"),
@@ -176,14 +178,14 @@ def test_a_broken_program_is_found(right: str, wrong: str) -> None:
         run_beside(1500, 256, seed=256, source=broken)
 
 
-def test_what_goes_down_is_copied_and_heartbeats_go_to_software() -> None:
+def test_parameters_are_copied_to_all_children_and_heartbeats_go_to_software() -> None:
     of = job()
     switch = machine(of)
     for kind in (Kind.PARAMETERS, Kind.MAXIMA, Kind.GRADIENT_BEAT):
         down = packet(of, 5, 0, b"what the parent says", kind=kind, width=0)
         copies = [(child.port, frame(down, of, child)) for child in of.children]
         assert switch.packet(frame(down, of), of.parent.port) == copies
-        # nobody else can speak for the parent
+        # nobody else can impersonate the parent
         assert [to for to, _ in switch.packet(frame(down, of), 10)] == [CONTROL_PORT]
     beat = frame(packet(of, 5, 1, kind=Kind.PARAMETER_BEAT, width=0), of)
     assert switch.packet(beat, 11) == [(CONTROL_PORT, beat)]
@@ -196,7 +198,7 @@ def test_strangers_change_nothing() -> None:  # Rule 8
     assert switch.packet(frame(up, of), 10) == []  # child 1 is at port 11
     assert switch.packet(frame(packet(of, 0, 9, payload), of), 11) == []  # no such child
     other = packet(job(78), 0, 1, payload)
-    assert switch.packet(frame(other, of), 11) == []  # not a job's, and `forward` is empty
+    assert switch.packet(frame(other, of), 11) == []  # belongs to no job, and `forward` is empty
     for cut in range(0, len(frame(up, of)), 7):
         switch.packet(frame(up, of)[:cut], 11)
     assert not any(cell.value for cell in switch.stages["ingress"].held["came"].cells)
@@ -214,21 +216,23 @@ def test_jobs_do_not_touch_each_other() -> None:
     ((port, got),) = switch.packet(frame(packet(second, 3, 0, payload), second), 10)
     assert port == 100 and got[-256:] == payload
     assert len(switch.packet(frame(packet(first, 3, 2, payload), first), 12)) == 1
-    came = switch.stages["ingress"].held["came"].cells
-    assert [slot for slot, cell in enumerate(came) if cell.value] == [3, SLOTS + 3]
+    arrivals = switch.stages["ingress"].held["came"].cells
+    assert [slot for slot, cell in enumerate(arrivals) if cell.value] == [3, SLOTS + 3]
 
 
 def test_a_former_jobs_slots_are_reset() -> None:
-    said = entries([job(), job(78, udp=9002, slots=16)])["register_resets"]
-    assert [(one["first"], one["count"]) for one in said if one["register"] == "Ingress.came"] == [
+    resets = entries([job(), job(78, udp=9002, slots=16)])["register_resets"]
+    assert [
+        (reset["first"], reset["count"]) for reset in resets if reset["register"] == "Ingress.came"
+    ] == [
         (0, SLOTS),
         (SLOTS, 16),
     ]
     names = {f"Ingress.{name}" for name in machine(job()).stages["ingress"].held}
-    assert {one["register"] for one in said} <= names
+    assert {reset["register"] for reset in resets} <= names
 
 
-def test_entries_that_cannot_be() -> None:
+def test_invalid_entries_are_refused() -> None:
     with pytest.raises(ConfigError, match="power of two"):
         job(slots=12)
     with pytest.raises(ConfigError, match="65 children"):
@@ -239,7 +243,7 @@ def test_entries_that_cannot_be() -> None:
         entries([job(), job()])
 
 
-def test_the_translator_refuses_what_the_language_does() -> None:
+def test_the_translator_refuses_programs_that_the_language_forbids() -> None:
     of = job()
     up = frame(packet(of, 0, 0, bytes(256)), of)
     for right, wrong, why in (
@@ -251,6 +255,6 @@ def test_the_translator_refuses_what_the_language_does() -> None:
     ):
         assert right in SOURCE
         with pytest.raises((P4Error, KeyError), match=why):
-            one = machine(job(children=1), source=SOURCE.replace(right, wrong))
-            one.packet(up, 10)
+            switch = machine(job(children=1), source=SOURCE.replace(right, wrong))
+            switch.packet(up, 10)
     assert len(frame(b"", of)) == 42 and HEADER_NBYTES == 48

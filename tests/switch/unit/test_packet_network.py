@@ -1,5 +1,5 @@
-"""Both streams of a fan-in on virtual time, with the senders, receivers and heartbeats that run: links of
-10 Mbit/s to 4 Gbit/s, losses, repetition, reordering and stalls (Rule 7)."""
+"""Both streams of a fan-in on virtual time, with the real senders, receivers and heartbeats (Rule
+7): links of 10 Mbit/s to 4 Gbit/s, losses, repetition, reordering and stalls."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_after_a_stall_the_rest_is_sent_at_full_rate(of: str) -> None:
     late_s=st.sampled_from([0.0, 0.003, 0.3]),
     seed=st.integers(0, 1000),
 )
-def test_faults_cost_time_and_never_a_sum(
+def test_faults_cost_time_but_never_a_sum(
     workers: int, mbit: int, window: int, seed: int, **faults: Any
 ) -> None:
-    """`Network.run` compares all sums and copies with the right ones."""
+    """`Network.run` checks all sums and copies."""
     net = Network(workers, mbit * MBIT, window=window, seed=seed, **faults)
     net.run(100, 100)
     for host in (net.node, *net.workers):

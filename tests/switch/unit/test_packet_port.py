@@ -1,5 +1,5 @@
-"""PacketPort: packets that came one by one are handled together, and none that the kernel joined to
-others is lost."""
+"""PacketPort: packets that arrive one by one are handled together, and packets that the kernel
+joined are all delivered."""
 
 import threading
 import time
@@ -15,8 +15,8 @@ KEY, JOB = PacketKey.derive(b"0123456789abcdef", b"nonce"), 7
 ABOVE, OTHER = ("10.0.0.1", 7101), ("10.0.0.2", 7101)
 
 
-class Came:
-    """A socket to which datagrams have come: (bytes, of each packet, from whom)."""
+class FilledSocket:
+    """A socket that has received datagrams: (data, bytes per packet, source)."""
 
     def __init__(self, datagrams):
         self.left = list(datagrams)
@@ -46,15 +46,15 @@ def beat(ack):
     return beat_packet(KEY, JOB, Kind.GRADIENT_BEAT, Heartbeat(ack, ack + 9))
 
 
-def taken(datagrams):
-    """What the port hands over, in order, and how many strangers it saw."""
+def deliver_all(datagrams):
+    """Run a port over datagrams. Returns the delivered batches and the number of strangers."""
     seen, failures = [], []
 
     def take(batch: Batch):
         numbers = batch.headers["number"][batch.ok].tolist()
         seen.append((batch.kind, numbers, [*dict.fromkeys(batch.sources)]))
 
-    socket = Came(datagrams)
+    socket = FilledSocket(datagrams)
     kinds = dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENT_BEAT), take)
     port = PacketPort([socket], KEY, JOB, kinds, failures.append, name="port of a test")
     port.start()
@@ -64,15 +64,15 @@ def taken(datagrams):
     return seen, port.strangers
 
 
-def test_packets_that_came_one_by_one_are_handled_together() -> None:
+def test_packets_that_arrive_one_by_one_are_handled_together() -> None:
     ones = [(bulk(n), PACKET_NBYTES, ABOVE) for n in range(GATHERED + 3)]
-    seen, strangers = taken(ones)
+    seen, strangers = deliver_all(ones)
     assert [len(numbers) for _, numbers, _ in seen] == [GATHERED, 3] and not strangers
     assert [n for _, numbers, _ in seen for n in numbers] == list(range(GATHERED + 3))
 
 
-def test_bulk_of_all_senders_together_and_in_order() -> None:
-    seen, _ = taken(
+def test_bulk_packets_of_all_senders_are_handled_together_in_order() -> None:
+    seen, _ = deliver_all(
         [
             (bulk(0), PACKET_NBYTES, ABOVE),
             (bulk(1, 4), PACKET_NBYTES, ABOVE),
@@ -90,7 +90,7 @@ def test_bulk_of_all_senders_together_and_in_order() -> None:
 
 def test_a_heartbeat_that_the_kernel_joined_to_bulk_counts() -> None:
     joined = np.concatenate([bulk(0, 2), beat(5)])
-    seen, strangers = taken([(joined, PACKET_NBYTES, ABOVE)])
+    seen, strangers = deliver_all([(joined, PACKET_NBYTES, ABOVE)])
     assert seen == [(Kind.PARAMETERS, [0, 1], [ABOVE]), (Kind.GRADIENT_BEAT, [5], [ABOVE])]
     assert not strangers
 
@@ -100,30 +100,30 @@ def test_strangers_change_nothing_and_are_counted() -> None:
     other = bulk(0, 2)
     other[PACKET_NBYTES + HEADER_NBYTES] ^= 1
     short = np.zeros(HEADER_NBYTES - 1, np.uint8)
-    seen, strangers = taken(
+    seen, strangers = deliver_all(
         [(other, PACKET_NBYTES, ABOVE), (short, short.size, OTHER), (bulk(3), PACKET_NBYTES, ABOVE)]
     )
     assert seen == [(Kind.PARAMETERS, [0], [ABOVE]), (Kind.PARAMETERS, [3], [ABOVE])]
     assert strangers == 2
 
 
-def test_packets_are_left_to_the_kernel_only_while_many_come() -> None:
+def test_packets_are_left_to_the_kernel_only_while_many_arrive() -> None:
     moderation = Moderation()
-    assert moderation.pause_s(GATHERED, 1000.0) == 0, "nobody knows yet how many come"
+    assert moderation.pause_s(GATHERED, 1000.0) == 0, "the rate is not yet known"
     assert moderation.pause_s(44, 1000.002) == HOLD_S, "22,000 a second"
     assert moderation.pause_s(6, 1000.010) == 0, "fewer than 8 in 8 ms"
     fast = moderation.pause_s(44, 1000.0101)
-    assert 0 < 44 / 1e-4 * fast <= GATHERED, "440,000 a second: until a batch is there"
+    assert 0 < 44 / 1e-4 * fast <= GATHERED, "440,000 a second: wait until a batch has arrived"
     assert moderation.pause_s(1, 1001.0) == 0
 
 
-def test_several_sockets_have_one_thread_and_none_waits_for_another() -> None:
-    sockets = [Came([(bulk(n), PACKET_NBYTES, ABOVE)]) for n in (0, 5)]
+def test_several_sockets_share_a_thread_and_do_not_block_each_other() -> None:
+    sockets = [FilledSocket([(bulk(n), PACKET_NBYTES, ABOVE)]) for n in (0, 5)]
     sockets[0].wait = lambda timeout_s, *others: time.sleep(timeout_s)
     seen = []
     kinds = {Kind.PARAMETERS: lambda batch: seen.extend(batch.numbers.tolist())}
     port = PacketPort(sockets, KEY, JOB, kinds, seen.append, name="port of a test")
     port.start()
-    assert all(one.empty.wait(20) for one in sockets)
+    assert all(socket.empty.wait(20) for socket in sockets)
     port.close()
     assert seen == [0, 5]

@@ -1,4 +1,4 @@
-"""Packets of the fan-in: what they look like, and that nobody without the key makes a right one."""
+"""Packets of the fan-in: their layout, and that only the key gives a valid packet."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.switch_references import reference_siphash, reference_tag
 
 KEY = PacketKey.derive(b"t" * 32, b"n" * 16)
 JOB = 77
-# Of Aumasson and Bernstein's paper (appendix A) and of the reference program's table: the key is
-# 0, 1, ..., 15, the message 0, 1, ..., n - 1. Bytes, the lowest first.
+# From Aumasson and Bernstein's paper (appendix A) and the table of the reference program: the key
+# is 0, 1, ..., 15, the message 0, 1, ..., n - 1. Bytes in little-endian order.
 SIPHASH = {
     0: "310e0edd47db6f72",
     1: "fd67dc93c539f874",
@@ -48,14 +48,14 @@ def test_siphash_has_its_published_values(nbytes):
 
 @given(key=st.binary(min_size=16, max_size=16), message=st.binary(min_size=24, max_size=24))
 @settings(max_examples=50)
-def test_the_kernel_of_siphash_is_its_reference(key, message):
+def test_the_kernel_of_siphash_equals_its_reference(key, message):
     k, m = np.frombuffer(key, np.uint64), np.frombuffer(message, np.uint64)
     assert int(siphash((k[0], k[1]), (m[0], m[1], m[2]))) == reference_siphash(key, message)
 
 
 @given(nbytes=st.integers(HEADER_NBYTES, PACKET_NBYTES), seed=st.integers(0, 1 << 32))
 @settings(max_examples=60)
-def test_the_tag_is_its_reference(nbytes, seed):
+def test_the_tag_equals_its_reference(nbytes, seed):
     buffer = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     packets.write_headers(buffer, nbytes, 1, kind=Kind.PARAMETER_BEAT, job=JOB, first=seed)
     packets.seal(buffer, nbytes, 1, KEY)
@@ -65,7 +65,7 @@ def test_the_tag_is_its_reference(nbytes, seed):
 
 
 @pytest.mark.parametrize("nbytes", [PACKET_NBYTES, HEADER_NBYTES, HEADER_NBYTES + 5])
-def test_every_flipped_bit_is_noticed(nbytes):  # Rule 8
+def test_every_flipped_bit_is_detected(nbytes):  # Rule 8
     clean = run_of(1)[:nbytes].copy()
     packets.seal(clean, nbytes, 1, KEY)
     bits = 8 * nbytes
@@ -74,13 +74,13 @@ def test_every_flipped_bit_is_noticed(nbytes):  # Rule 8
     flipped[where, where // 8] ^= (1 << (where % 8)).astype(np.uint8)
     assert packets.verify(clean, nbytes, 1, KEY, JOB).all()
     assert not packets.verify(flipped.reshape(-1), nbytes, bits, KEY, JOB).any()
-    tags = flipped.copy()  # each sealed as it is: all the tags differ but those of the tag's bits
+    tags = flipped.copy()  # each sealed again: all tags differ except for flips in the tag itself
     packets.seal(tags.reshape(-1), nbytes, bits, KEY)
     found = packets.headers(tags.reshape(-1), nbytes, bits)["tag"]
     assert len(np.unique(found)) == bits - 64 + 1
 
 
-def test_a_packet_cut_or_padded_with_zeros_is_another_packet():  # Rule 8
+def test_a_packet_cut_or_padded_with_zeros_is_invalid():  # Rule 8
     beat = np.zeros(HEADER_NBYTES + 16, np.uint8)
     packets.write_headers(beat, beat.size, 1, kind=Kind.GRADIENT_BEAT, job=JOB, first=3)
     packets.seal(beat, beat.size, 1, KEY)
@@ -93,7 +93,7 @@ def test_a_packet_cut_or_padded_with_zeros_is_another_packet():  # Rule 8
     ("token", "nonce"),
     [(b"u" * 32, b"n" * 16), (b"t" * 32, b"m" * 16), (b"t" * 31, b"tn" * 8), (None, b"n" * 16)],
 )
-def test_another_token_or_nonce_makes_another_key(token, nonce):  # Rule 8
+def test_another_token_or_nonce_gives_another_key(token, nonce):  # Rule 8
     assert not packets.verify(
         run_of(3), PACKET_NBYTES, 3, PacketKey.derive(token, nonce), JOB
     ).any()
@@ -104,7 +104,7 @@ def test_another_token_or_nonce_makes_another_key(token, nonce):  # Rule 8
 
 
 @pytest.mark.parametrize("segment", [0, 1, HEADER_NBYTES - 1, PACKET_NBYTES + 1, 9000])
-def test_lengths_that_no_packet_has_are_not_right_and_hurt_nobody(segment):  # Rule 8
+def test_impossible_lengths_are_invalid_and_harmless(segment):  # Rule 8
     buffer = np.zeros(9000, np.uint8)
     assert not packets.verify(buffer, segment, 1, KEY, JOB).any()
     assert packets.headers(buffer, segment, 1).size == 1
@@ -129,7 +129,7 @@ def test_a_run_of_other_than_bulk_packets_is_refused():  # Rule 6
         packets.copy_in(np.zeros(PACKET_NBYTES - 1, np.uint8), KEY.words.view(np.uint8), 0)
 
 
-def test_headers_say_what_was_written():
+def test_headers_are_read_as_written():
     buffer = np.full(3 * 60, 255, np.uint8)
     most = (1 << 32) - 1
     packets.write_headers(
@@ -155,14 +155,14 @@ def test_payloads_are_pieces_of_the_source_and_zeros(size, count, first):
     padded = np.zeros((first + count) * PAYLOAD_NBYTES + size, np.uint8)
     padded[:size] = source
     payloads = buffer.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:]
-    wanted = padded[first * PAYLOAD_NBYTES : (first + count) * PAYLOAD_NBYTES]
-    assert np.array_equal(payloads.reshape(-1), wanted)
+    expected = padded[first * PAYLOAD_NBYTES : (first + count) * PAYLOAD_NBYTES]
+    assert np.array_equal(payloads.reshape(-1), expected)
     assert (buffer.reshape(count, PACKET_NBYTES)[:, :HEADER_NBYTES] == 255).all()
 
 
 @given(size=st.integers(0, 4 * PAYLOAD_NBYTES), seed=st.integers(0, 1 << 32))
 @settings(max_examples=60)
-def test_what_comes_in_any_order_lies_where_it_belongs(size, seed):
+def test_payloads_in_any_order_are_stored_at_their_place(size, seed):
     rng = np.random.default_rng(seed)
     source = rng.integers(0, 256, size, dtype=np.uint8)
     buffer = np.zeros(5 * PACKET_NBYTES, np.uint8)
@@ -172,11 +172,11 @@ def test_what_comes_in_any_order_lies_where_it_belongs(size, seed):
     ok = rng.random(5) < 0.7
     into = np.full(size, 7, np.uint8)
     packets.copy_out(shuffled, ok, order.astype(np.uint32), into)
-    wanted = np.full(size, 7, np.uint8)
+    expected = np.full(size, 7, np.uint8)
     for index in order[ok]:
         piece = slice(index * PAYLOAD_NBYTES, (index + 1) * PAYLOAD_NBYTES)
-        wanted[piece] = source[piece]
-    assert np.array_equal(into, wanted)
+        expected[piece] = source[piece]
+    assert np.array_equal(into, expected)
     far = np.full(5, (1 << 32) - 1, np.uint32)
     packets.copy_out(shuffled, np.ones(5, bool), far, into)
-    assert np.array_equal(into, wanted)
+    assert np.array_equal(into, expected)

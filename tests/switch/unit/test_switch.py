@@ -23,11 +23,11 @@ def gradient(number: int, data: int, child: int = 0) -> Packet:
 class Tree:
     """Workers below leaf switches, below a root switch, below a server; links that lose and delay.
 
-    Each number is the sum of what says number and worker, so a wrong sum shows."""
+    Each value encodes its number and worker, so a wrong sum is detected."""
 
     def __init__(self, leaves: list[int], seed: int, lost: float) -> None:
         self.random, self.lost = random.Random(seed), lost
-        self.leaves = leaves  # workers of each
+        self.leaves = leaves  # number of workers of each leaf
         self.senders = [NumberedSender() for _ in range(sum(leaves))]
         for sender in self.senders:
             sender.may_send(COUNT)
@@ -70,7 +70,7 @@ class Tree:
             self.send(partial(self.senders[first + child].heartbeat, copy))
 
     def resend(self) -> None:
-        """Packets of all workers that may send."""
+        """Resend packets of all workers that may send."""
         for leaf, workers in enumerate(self.leaves):
             for child in range(workers):
                 worker = sum(self.leaves[:leaf]) + child
@@ -95,14 +95,14 @@ class Tree:
                 self.now, _, arrive = heapq.heappop(self.wire)
                 arrive()
             self.now = until
-            assert self.now < 20_000, "it stands still"
+            assert self.now < 20_000, "no progress"
         ones = sum(100**worker for worker in range(len(self.senders)))
         assert self.got == {number: (number + 1) * ones for number in range(COUNT)}
 
 
 @pytest.mark.parametrize("lost", [0.0, 0.01, 0.2])
 @pytest.mark.parametrize("leaves", [[1], [2], [2, 3]], ids=str)
-def test_sums_are_exact_whatever_is_lost(leaves: list[int], lost: float) -> None:  # Rule 1
+def test_sums_are_exact_despite_losses(leaves: list[int], lost: float) -> None:  # Rule 1
     for seed in range(4):
         Tree(leaves, seed, lost).run()
 
@@ -113,7 +113,8 @@ def test_switches_that_restart_lose_no_sum() -> None:
 
 
 def test_a_late_resend_does_not_poison_a_slot() -> None:
-    """L10: as printed, an entry that is cleared when complete takes a resend for a new sum."""
+    """L10: in the published protocol an entry cleared on completion takes a resend for a new
+    sum."""
     switch = SwitchStateMachine(slots=2, children=2)
     assert switch.packet(gradient(0, 1, 0)) is None
     assert switch.packet(gradient(0, 2, 1)) == gradient(0, 3)
@@ -121,49 +122,49 @@ def test_a_late_resend_does_not_poison_a_slot() -> None:
     switch.parent_beat(Heartbeat(1, 2))
     assert switch.packet(gradient(0, 1, 0)) is None  # acknowledged: dropped
     assert switch.packet(gradient(2, 5, 0)) is None and switch.packet(gradient(0, 1, 1)) is None
-    assert switch.packet(gradient(2, 5, 0)) is None  # in the sum already
+    assert switch.packet(gradient(2, 5, 0)) is None  # already in the sum
     assert switch.packet(gradient(2, 7, 1)) == gradient(2, 12)
     switch.check()
 
 
-def test_a_late_packet_is_dropped_by_who_heard_no_acknowledgement() -> None:
+def test_a_late_packet_is_dropped_by_a_switch_without_the_acknowledgement() -> None:
     switch = SwitchStateMachine(slots=2, children=2)
     assert switch.packet(gradient(2, 5, 0)) is None
     assert switch.packet(gradient(0, 1, 1)) is None
     assert switch.packet(gradient(2, 7, 1)) == gradient(2, 12)
 
 
-def test_a_packet_says_how_it_is_summed() -> None:
+def test_a_packet_states_how_it_is_summed() -> None:
     switch = SwitchStateMachine(slots=2, children=2, child=5)
     switch.packet(Packet(0, 4, max, 0))
     switch.packet(Packet(1, 4, operator.add, 0))
-    assert switch.packet(Packet(0, 3, operator.add, 1)) is None  # of another kind: not added
+    assert switch.packet(Packet(0, 3, operator.add, 1)) is None  # another kind is not added
     assert switch.packet(Packet(0, 3, max, 1)) == Packet(0, 4, max, 5)
     assert switch.packet(Packet(1, 3, operator.add, 1)) == Packet(1, 7, operator.add, 5)
 
 
-def test_what_goes_down_is_copied() -> None:
+def test_packets_from_above_are_copied_to_all_children() -> None:
     switch = SwitchStateMachine(slots=4, children=3)
     assert switch.down("parameters") == dict.fromkeys(range(3), "parameters")
     assert switch.parent_beat(Heartbeat(3, 6)) == dict.fromkeys(range(3), Heartbeat(3, 6))
     switch.parent_beat(Heartbeat(2, 5))
-    assert switch.acked == 3  # a late one moves nothing back
+    assert switch.acked == 3  # a late acknowledgement changes nothing
 
 
-def test_heartbeats_of_children_are_merged_once_all_have_spoken() -> None:
+def test_heartbeats_are_merged_once_all_children_have_sent_one() -> None:
     switch = SwitchStateMachine(slots=4, children=3)
     assert switch.child_beat(0, Heartbeat(5, 8)) is None
     assert switch.child_beat(0, Heartbeat(5, 8)) is None
     assert switch.child_beat(1, Heartbeat(4, 7, 0b110)) is None
     assert switch.child_beat(2, Heartbeat(6, 9)) == Heartbeat(4, 7)
     assert switch.child_beat(0, Heartbeat(6, 9)) == Heartbeat(4, 7, 0b10)
-    # a late one moves nothing back
+    # a late acknowledgement changes nothing
     assert switch.child_beat(0, Heartbeat(3, 6)) == Heartbeat(4, 7, 0b10)
     switch.check()
 
 
-def test_merging_at_two_levels_is_merging_at_one() -> None:
-    """A child that is a switch is as good as all that is below it."""
+def test_merging_at_two_levels_equals_merging_at_one() -> None:
+    """A child switch stands for all workers below it."""
     rng = random.Random(3)
     for _ in range(50):
         workers = [NumberedReceiver(8) for _ in range(4)]

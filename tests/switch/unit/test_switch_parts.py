@@ -1,4 +1,4 @@
-"""The parts of a switch that need no sockets: quotas, what cannot leave yet, children."""
+"""Parts of a switch that need no sockets: quotas, queued packets, children."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ A, B, C = ("10.0.0.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3)
 # Rule 4
 def test_quotas_count_tables_sockets_and_buffers() -> None:
     quota = SlotQuota(64 * MIB)
-    taken = list[int]()
+    reserved = list[int]()
     nbytes = 0
     while (slots := min(quota.free_slots, 2048)) > 0:
         quota.take(slots, 64, "a job")
-        taken.append(slots)
+        reserved.append(slots)
         nbytes += SwitchTable(slots, 64).nbytes
         receive_nbytes = quota.receive_nbytes(slots, 64)
-        nbytes += 2 * (receive_nbytes + quota.send_nbytes)  # Linux doubles what is asked for
+        nbytes += 2 * (receive_nbytes + quota.send_nbytes)  # Linux doubles the requested size
         assert nbytes < quota.used_nbytes <= 64 * MIB
-    assert quota.used_slots == sum(taken) and len(taken) >= 3
+    assert quota.used_slots == sum(reserved) and len(reserved) >= 3
     with pytest.raises(BusyError, match="1 slots, but only 0 are free"):
         quota.take(1, 64, "another")
-    for slots in taken:
+    for slots in reserved:
         quota.give_back(slots, 64)
     assert (quota.used_slots, quota.free_slots) == (0, SlotQuota(64 * MIB).free_slots)
 
 
 def test_more_memory_holds_more_jobs() -> None:
-    """Sockets do not take all of it: 64 jobs have ports, so as many fit somewhere."""
+    """Sockets leave memory for tables: some amount of memory holds all 64 jobs that have ports."""
     quota = SlotQuota(2048 * MIB)
     for i in range(64):
         quota.take(2048, 3, f"job {i}")
 
 
-def test_sockets_hold_what_all_children_may_have_under_way() -> None:
+def test_sockets_hold_the_windows_of_all_children() -> None:
     quota = SlotQuota(512 * MIB)
     assert quota.receive_nbytes(2048, 8) == 8 * 2048 * PACKET_NBYTES
-    assert quota.receive_nbytes(2048, 100) == 32 * MIB  # a part of the memory at most
+    assert quota.receive_nbytes(2048, 100) == 32 * MIB  # at most a part of the memory
     assert quota.receive_nbytes(8, 1) >= 1 << 17
 
 
-def test_what_is_refused_takes_nothing() -> None:
+def test_a_refused_job_reserves_nothing() -> None:
     quota = SlotQuota(8 * MIB)
     before = quota.used_nbytes, quota.free_slots
     with pytest.raises(BudgetError, match=f"{before[1] + 1} slots, but only {before[1]} are free"):
@@ -63,7 +63,7 @@ def test_what_is_refused_takes_nothing() -> None:
     assert 8 * MIB - quota.used_nbytes < SLOT_NBYTES
 
 
-def test_memory_that_holds_no_job_is_refused_with_what_would() -> None:
+def test_too_little_memory_for_a_job_is_refused_with_the_needed_amount() -> None:
     with pytest.raises(ConfigError, match=r"64\.0 KiB") as caught:
         SlotQuota(64 * KIB)
     least = int(str(caught.value).rpartition("--memory ")[2].split("KiB")[0])
@@ -71,10 +71,10 @@ def test_memory_that_holds_no_job_is_refused_with_what_would() -> None:
 
 
 class Script:
-    """A socket to which these runs have come."""
+    """A socket with queued runs of packets."""
 
     def __init__(self, *runs: tuple[int, int, object]) -> None:
-        """(bytes, bytes of a packet, who sent it); the bytes count up, modulo 256."""
+        """runs: (bytes, bytes of a packet, sender) of each; the bytes count up modulo 256."""
         self.runs, self.value = list(runs), 0
 
     def receive(self, into: np.ndarray, timeout_s: float) -> tuple[int, int, object] | None:
@@ -89,22 +89,23 @@ class Script:
 
 
 def read(socket: Script) -> list[tuple[int, list[int], list[object]]]:
-    """(bytes of a packet, first byte of each, who sent it) of all runs, until nothing comes."""
+    """Read until the socket is empty. Returns (bytes of a packet, first bytes, senders) of each
+    run."""
     out, memory = [], np.zeros(READ_NBYTES, np.uint8)
     while runs := read_runs(socket, memory)[0]:  # type: ignore[arg-type]
-        for one in runs:
-            assert one.buffer.size == one.segment * one.count and one.count <= MOST
-            firsts = [int(one.buffer[i * one.segment]) for i in range(one.count) if one.segment]
-            out.append((one.segment, firsts, one.sources))
+        for run in runs:
+            assert run.buffer.size == run.segment * run.count and run.count <= MOST
+            firsts = [int(run.buffer[i * run.segment]) for i in range(run.count) if run.segment]
+            out.append((run.segment, firsts, run.sources))
     return out
 
 
-def test_bulk_packets_are_gathered_whoever_sent_them() -> None:
+def test_bulk_packets_of_several_senders_are_gathered() -> None:
     n = PACKET_NBYTES
     assert read(Script((n, n, A), (2 * n, n, B), (n, n, A))) == [(n, [1, 2, 3, 4], [A, B, B, A])]
 
 
-def test_a_packet_of_another_length_is_a_run_of_its_own() -> None:
+def test_a_packet_of_another_length_starts_a_new_run() -> None:
     n = PACKET_NBYTES
     got = read(
         Script((n, n, A), (2 * n + 60, n, B), (48, 48, C), (130, 60, A), (0, 0, B), (n, n, A))
@@ -120,7 +121,7 @@ def test_a_packet_of_another_length_is_a_run_of_its_own() -> None:
     ]
 
 
-def test_a_run_is_bounded_however_much_has_come() -> None:
+def test_the_size_of_a_run_is_bounded() -> None:
     n = PACKET_NBYTES
     got = read(Script(*[(n, n, A)] * 131, *[(45 * n, n, B)] * 3))
     assert [len(sources) for _, _, sources in got] == [176, 90]
@@ -128,7 +129,7 @@ def test_a_run_is_bounded_however_much_has_come() -> None:
 
 
 class Narrow:
-    """A socket whose kernel takes `room` more runs."""
+    """A socket whose kernel accepts `room` more runs."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -148,12 +149,12 @@ def run_of(*values: int) -> np.ndarray:
 
 
 # Rule 5
-def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
+def test_blocked_packets_are_queued_in_order_and_delay_no_others() -> None:
     socket = Narrow(1)
     out = SwitchOutgoing(socket)  # type: ignore[arg-type]
     memory = run_of(1, 2)
     out.send(memory, 10, [A, B, C])
-    memory[:] = 0  # its owner's again
+    memory[:] = 0  # the owner reuses the buffer
     out.send(run_of(3), 10, [A])
     assert out.waits and socket.sent == [(run_of(1, 2).tobytes(), 10, A)]
     socket.room = 1
@@ -169,7 +170,9 @@ def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
     ]
 
 
-def test_what_waits_for_too_long_is_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packets_queued_for_too_long_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(switch_job, "WAIT_S", 0.0)
     socket = Narrow(1)
     out = SwitchOutgoing(socket)  # type: ignore[arg-type]
@@ -182,7 +185,7 @@ def children(count: int) -> Children:
     return Children(SwitchStateMachine(8, count), 100.0)
 
 
-def test_nothing_is_said_before_all_children_have_spoken() -> None:
+def test_nothing_is_reported_before_all_children_sent_a_heartbeat() -> None:
     both = children(2)
     assert both.heartbeat(0, Heartbeat(5, 9), A, (0, 4), 100.1)
     assert both.merged == NOTHING and both.addresses == [A]
@@ -191,24 +194,23 @@ def test_nothing_is_said_before_all_children_have_spoken() -> None:
 
 
 # Rule 8
-def test_a_heartbeat_from_elsewhere_moves_a_child_only_if_it_says_more_or_the_child_is_silent() -> (
-    None
-):
-    one = children(1)
+def test_a_child_moves_to_a_new_address_if_its_heartbeat_is_newer_or_it_was_silent() -> None:
+    table = children(1)
     beat = Heartbeat(5, 9)
-    assert one.heartbeat(0, beat, A, (0, 0), 100.0)
-    assert not one.heartbeat(0, beat, B, (0, 0), 100.5) and one.addresses == [A]
-    assert one.heartbeat(0, Heartbeat(6, 10), B, (0, 0), 100.5) and one.addresses == [B]
-    assert not one.heartbeat(0, Heartbeat(5, 9), A, (0, 0), 100.6) and one.addresses == [B]
-    assert one.heartbeat(0, Heartbeat(6, 10), C, (0, 0), 101.6) and one.addresses == [C]
+    assert table.heartbeat(0, beat, A, (0, 0), 100.0)
+    assert not table.heartbeat(0, beat, B, (0, 0), 100.5) and table.addresses == [A]
+    assert table.heartbeat(0, Heartbeat(6, 10), B, (0, 0), 100.5) and table.addresses == [B]
+    assert not table.heartbeat(0, Heartbeat(5, 9), A, (0, 0), 100.6) and table.addresses == [B]
+    assert table.heartbeat(0, Heartbeat(6, 10), C, (0, 0), 101.6) and table.addresses == [C]
 
 
-def test_the_most_silent_worker_of_the_subtree_is_told() -> None:
+def test_the_longest_silent_worker_of_the_subtree_is_reported() -> None:
     three = children(3)
     assert three.most_silent(100.25) == (250, UNKNOWN_RANK)
     for number, below in enumerate([(0, 7), (1300, 12), (40, 9)]):
         assert three.heartbeat(number, Heartbeat(0, 3), (f"10.0.0.{number}", 1), below, 100.25)
-    assert three.most_silent(100.5) == (1550, 12)  # a switch says it of one of its workers
+    # a child switch reports this for one of its workers
+    assert three.most_silent(100.5) == (1550, 12)
     silent = three.silent(100.5)
     assert [(child.number, seconds) for child, seconds in silent] == [(1, 1.55)]
     assert str(silent[0][0]) == "child 1 (worker 12, 10.0.0.1:1)"

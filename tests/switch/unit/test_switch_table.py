@@ -1,4 +1,5 @@
-"""The table of a switch: each sum is made of one packet of each child, once, whatever comes."""
+"""The table of a switch: each sum contains a packet of each child exactly once, whatever
+arrives."""
 
 from __future__ import annotations
 
@@ -14,17 +15,26 @@ ABOVE = 9  # this switch's child number at its parent
 
 
 def payload_of(number: int, child: int) -> np.ndarray:
-    """Always the same bytes of one number."""
+    """The payload of a number and child, always the same bytes."""
     return np.random.default_rng([number, child]).integers(0, 256, PAYLOAD_NBYTES, dtype=np.uint8)
 
 
 def packet(number: int, child: int, *, kind: int = Kind.GRADIENT, width: int = 4) -> np.ndarray:
-    one = np.zeros(PACKET_NBYTES, np.uint8)
+    buffer = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(
-        one, PACKET_NBYTES, 1, kind=kind, job=1, first=number, sender=child, width=width, a=3, b=4
+        buffer,
+        PACKET_NBYTES,
+        1,
+        kind=kind,
+        job=1,
+        first=number,
+        sender=child,
+        width=width,
+        a=3,
+        b=4,
     )
-    one[HEADER_NBYTES:] = payload_of(number, child)
-    return one
+    buffer[HEADER_NBYTES:] = payload_of(number, child)
+    return buffer
 
 
 def put(table: SwitchTable, *ones: np.ndarray, ok: list[bool] | None = None) -> list[np.ndarray]:
@@ -49,12 +59,12 @@ def total(number: int, children: int, kind: int = Kind.GRADIENT, width: int = 4)
     ("kind", "width"),
     [(Kind.GRADIENT, 1), (Kind.GRADIENT, 2), (Kind.GRADIENT, 4), (Kind.EXPONENTS, 0)],
 )
-def test_a_sum_is_of_all_children(children, kind, width):
+def test_a_sum_contains_all_children(children, kind, width):
     table = SwitchTable(8, children)
     for number in (0, 5, 8, (1 << 62) - 1):
         ones = [packet(number, child, kind=kind, width=width) for child in range(children)]
         order = np.random.default_rng(number).permutation(children)
-        made = [one for child in order for one in put(table, ones[child])]
+        made = [sum for child in order for sum in put(table, ones[child])]
         assert len(made) == 1
         header = packets.headers(made[0], PACKET_NBYTES, 1)[0]
         assert header["number"] == number and header["sender"] == ABOVE
@@ -63,15 +73,16 @@ def test_a_sum_is_of_all_children(children, kind, width):
     assert table.counters["completed"] == 4 and table.counters["added"] == 4 * (children - 1)
 
 
-def test_what_comes_again_is_not_added_again():  # Rule 6, L10 of LuWu's inconsistencies
+def test_a_repeated_packet_is_not_added_again():  # Rule 6, L10 of LuWu's inconsistencies
     table = SwitchTable(4, 2)
     assert put(table, packet(1, 0), packet(1, 0), packet(1, 0)) == []
     (first,) = put(table, packet(1, 1))
     (again,) = put(table, packet(1, 0))  # a resend is answered with the sum
     assert np.array_equal(first, again)
     assert np.array_equal(first[HEADER_NBYTES:], total(1, 2))
-    assert put(table, packet(5, 0)) == []  # the number that takes the slot
-    assert put(table, packet(1, 0), packet(1, 1)) == []  # the poison of the printed protocol
+    assert put(table, packet(5, 0)) == []  # this number takes the slot
+    # these resends poison the slot in the published protocol
+    assert put(table, packet(1, 0), packet(1, 1)) == []
     (sum_of_5,) = put(table, packet(5, 1))
     assert np.array_equal(sum_of_5[HEADER_NBYTES:], total(5, 2))
     assert table.counters == {
@@ -79,7 +90,7 @@ def test_what_comes_again_is_not_added_again():  # Rule 6, L10 of LuWu's inconsi
     }  # fmt: skip
 
 
-def test_what_is_acknowledged_is_dropped():
+def test_acknowledged_sums_are_dropped():
     table = SwitchTable(4, 2)
     put(table, packet(2, 0), packet(2, 1))
     table.snoop(3)
@@ -103,7 +114,7 @@ def test_what_is_acknowledged_is_dropped():
         packet((1 << 64) - 3, 0),
     ],
 )
-def test_what_does_not_fit_changes_nothing(bad):  # Rule 6
+def test_packets_that_do_not_fit_change_nothing(bad):  # Rule 6
     table = SwitchTable(4, 2)
     put(table, packet(1, 1))
     assert put(table, bad) == []
@@ -112,7 +123,7 @@ def test_what_does_not_fit_changes_nothing(bad):  # Rule 6
     assert np.array_equal(made[HEADER_NBYTES:], total(1, 2))
 
 
-def test_what_was_sent_to_another_switch_changes_nothing():  # Rule 8
+def test_packets_for_another_switch_change_nothing():  # Rule 8
     table = SwitchTable(4, 2, first=5)
     assert put(table, packet(1, 0), packet(1, 1), packet(1, 4), packet(1, 7)) == []
     assert table.counters["mismatched"] == 4
@@ -122,7 +133,7 @@ def test_what_was_sent_to_another_switch_changes_nothing():  # Rule 8
     assert table.stuck() == []
 
 
-def test_what_is_not_verified_changes_nothing():  # Rule 8
+def test_unverified_packets_change_nothing():  # Rule 8
     table = SwitchTable(4, 2)
     assert put(table, packet(1, 0), packet(1, 1), ok=[True, False]) == []
     assert sum(table.counters.values()) == 1
@@ -138,7 +149,7 @@ def test_loss_doubling_and_reordering_make_no_wrong_sum(seed):  # L10
     children, slots, numbers = 3, 4, 60
     table, ack = SwitchTable(slots, children), 0
     have: dict[int, np.ndarray] = {}
-    late: list[np.ndarray] = []  # what the network has not delivered yet, or will twice
+    late: list[np.ndarray] = []  # packets in transit or to be delivered twice
     while ack < numbers:
         for child in range(children):
             for number in range(ack, min(ack + slots, numbers)):
@@ -146,10 +157,10 @@ def test_loss_doubling_and_reordering_make_no_wrong_sum(seed):  # L10
                     late += [packet(number, child)] * int(rng.integers(1, 3))
         rng.shuffle(late)
         now, late = late[:8], late[8:120]
-        for one in put(table, *now) if now else []:
+        for packet_sum in put(table, *now) if now else []:
             if rng.random() < 0.8:  # a sum may be lost too
-                number = int(packets.headers(one, PACKET_NBYTES, 1)[0]["number"])
-                have.setdefault(number, one[HEADER_NBYTES:].copy())
+                number = int(packets.headers(packet_sum, PACKET_NBYTES, 1)[0]["number"])
+                have.setdefault(number, packet_sum[HEADER_NBYTES:].copy())
         while ack in have:
             ack += 1
         if rng.random() < 0.5:
@@ -159,7 +170,7 @@ def test_loss_doubling_and_reordering_make_no_wrong_sum(seed):  # L10
     assert all(np.array_equal(have[number], total(number, children)) for number in range(numbers))
 
 
-def test_memory_is_bounded_and_stuck_slots_say_who_is_missing():  # Rules 4 and 5
+def test_memory_is_bounded_and_stuck_slots_name_the_missing_children():  # Rules 4 and 5
     table = SwitchTable(1024, 3)
     before = table.nbytes
     assert before < 1024 * (PAYLOAD_NBYTES + 64)
@@ -168,15 +179,15 @@ def test_memory_is_bounded_and_stuck_slots_say_who_is_missing():  # Rules 4 and 
         put(table, packet(number, number % 3))
     assert table.nbytes == before
     stuck = table.stuck()
-    assert [one.number for one in stuck] == list(range(1000))
+    assert [slot.number for slot in stuck] == list(range(1000))
     assert stuck[4] == StuckSlot(4, (0, 2), 995)
-    assert [one.number for one in table.stuck(older_than=990)] == list(range(10))
+    assert [slot.number for slot in table.stuck(older_than=990)] == list(range(10))
     put(table, packet(7, 0), packet(7, 2))
     table.snoop(5)
-    assert [one.number for one in table.stuck()][:3] == [5, 6, 8]
+    assert [slot.number for slot in table.stuck()][:3] == [5, 6, 8]
 
 
 @pytest.mark.parametrize(("slots", "children"), [(0, 1), (8, 0), (8, 65)])
-def test_tables_that_cannot_be(slots, children):
+def test_impossible_tables_are_refused(slots, children):
     with pytest.raises(AssertionError):
         SwitchTable(slots, children)

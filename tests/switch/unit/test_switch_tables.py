@@ -1,5 +1,5 @@
-"""The compiled table of a switch is the state machine of switch/protocol/switch.py, packet by packet
-(Rule 7): the same answers to the same packets, whatever they are."""
+"""The compiled table of a switch equals the state machine in switch/protocol/switch.py packet by
+packet (Rule 7): any packets get the same answers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
 from roadtrain.switch.switch_table import SwitchTable
 
 SUMMED = [(Kind.GRADIENT, 1), (Kind.GRADIENT, 2), (Kind.GRADIENT, 4), (Kind.EXPONENTS, 0)]
-Sent = tuple[int, int, int, bool]  # number, sender, which of SUMMED (mostly the number's), taken?
+Sent = tuple[
+    int, int, int, bool
+]  # number, sender, index in SUMMED (mostly derived from the number), accepted?
 
 
 def batch_of(sent: list[Sent], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Packets one after the other, of random payloads, and which of them are to be taken."""
+    """Packets with random payloads, and a mask of those to accept."""
     packets = random.integers(0, 256, (len(sent), PACKET_NBYTES), np.uint8)
     headers = packets[:, :HEADER_NBYTES].view(HEADER)[:, 0]
     for header, (number, sender, what, _) in zip(headers, sent):
         kind, width = SUMMED[what]
         header["number"], header["sender"], header["width"] = number, sender, width
         header["kind"] = kind
-    return packets.reshape(-1), np.array([taken for *_, taken in sent], np.bool_)
+    return packets.reshape(-1), np.array([accepted for *_, accepted in sent], np.bool_)
 
 
 class Both:
-    """The same for both tables; they must give the same."""
+    """Applies each event to both tables and asserts equal answers."""
 
     def __init__(self, slots: int, children: int, child: int) -> None:
         self.slots, self.children, self.child = slots, children, child
@@ -58,7 +60,7 @@ EVENT = st.one_of(st.lists(PACKET, min_size=1, max_size=12), st.integers(0, 11),
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 5), st.integers(1, 4), st.lists(EVENT, max_size=12), st.integers(0, 9))
-def test_the_same_whatever_comes(
+def test_both_tables_answer_any_packets_equally(
     slots: int, children: int, events: list[list[Sent] | int | str], seed: int
 ) -> None:
     both, random = Both(slots, children, child=3), np.random.default_rng(seed)
@@ -69,17 +71,17 @@ def test_the_same_whatever_comes(
             case int(ack):
                 both.snoop(ack)
             case list(sent):
-                # most packets of a number are of one kind and width
+                # most packets of a number have the same kind and width
                 sent = [
-                    (number, sender % children, number % 4 if what > 3 else what, taken)
-                    for number, sender, what, taken in sent
+                    (number, sender % children, number % 4 if what > 3 else what, accepted)
+                    for number, sender, what, accepted in sent
                 ]
                 both.add(*batch_of(sent, random))
 
 
 @pytest.mark.parametrize("children", [1, 2, 5, 64])
-def test_the_same_for_long(children: int) -> None:
-    """Numbers that move on, as in a job, with many packets that are late or come twice."""
+def test_both_tables_agree_over_a_long_job(children: int) -> None:
+    """Numbers advance as in a job, with many late or repeated packets."""
     random, both, answers, acked = np.random.default_rng(children), Both(16, children, 1), 0, 0
     for _ in range(60):
         count = 8 * children

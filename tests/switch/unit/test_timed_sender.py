@@ -25,7 +25,7 @@ SLOTS = 2048
 
 
 def reference(trips: list[float]) -> float:
-    """RFC 6298, 2.2 and 2.3, in its own words."""
+    """Reference: the timeout of RFC 6298, sections 2.2 and 2.3."""
     srtt, rttvar = trips[0], trips[0] / 2
     for trip in trips[1:]:
         rttvar = (1 - 1 / 4) * rttvar + 1 / 4 * abs(srtt - trip)
@@ -34,7 +34,7 @@ def reference(trips: list[float]) -> float:
 
 
 @given(st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=30))
-def test_the_timeout_is_that_of_the_rfc(trips: list[float]) -> None:
+def test_the_timeout_equals_that_of_the_rfc(trips: list[float]) -> None:
     timer = RetransmissionTimer()
     assert timer.timeout_s() == FIRST_TIMEOUT_S
     for trip in trips:
@@ -58,20 +58,20 @@ def sender_of(ready: int = 100_000) -> TimedSender:
     return sender
 
 
-def sent(sender: TimedSender, now_s: float, most: int = 10_000) -> list[int]:
+def send_ready(sender: TimedSender, now_s: float, most: int = 10_000) -> list[int]:
     return [n for run in iter(lambda: sender.next_numbers(most, now_s), range(0)) for n in run]
 
 
 def test_a_resent_number_gives_no_sample() -> None:
     """Karn's rule: number 0 is resent, and its heartbeat may belong to either packet."""
     sender = sender_of(ready=3)
-    assert sent(sender, 0.0) == [0, 1, 2]
+    assert send_ready(sender, 0.0) == [0, 1, 2]
     sender.heartbeat(Heartbeat(0, SLOTS - 1, 0b110), 0.01)
-    assert sent(sender, 0.01) == [0]
+    assert send_ready(sender, 0.01) == [0]
     sender.heartbeat(Heartbeat(3, SLOTS + 2), 5.0)
     assert sender.timer.timeout_s() == FIRST_TIMEOUT_S
     sender.numbers.may_send(4)
-    assert sent(sender, 6.0) == [3]
+    assert send_ready(sender, 6.0) == [3]
     sender.heartbeat(Heartbeat(4, SLOTS + 3), 6.1)
     assert sender.timer.timeout_s(0.0) == pytest.approx(0.1 + 4 * 0.05)
 
@@ -80,26 +80,26 @@ def test_there_is_one_sample_per_round_trip(monkeypatch: pytest.MonkeyPatch) -> 
     samples: list[float] = []
     monkeypatch.setattr(RetransmissionTimer, "sample", lambda self, rtt_s: samples.append(rtt_s))
     sender = sender_of()
-    first = sent(sender, 0.0)
+    first = send_ready(sender, 0.0)
     for i in range(1, len(first) + 1):  # a heartbeat for each packet, 1 ms apart
         sender.heartbeat(Heartbeat(i, SLOTS + i - 1), 0.02 + i * 1e-3)
-        sent(sender, 0.02 + i * 1e-3)
+        send_ready(sender, 0.02 + i * 1e-3)
     assert samples == [pytest.approx(0.021)], "the next number was sent 21 ms later"
 
 
 def test_silence_is_answered_by_a_probe_and_then_by_timeouts_that_double() -> None:
     sender = sender_of(ready=10)
-    sent(sender, 0.0)
+    send_ready(sender, 0.0)
     sender.heartbeat(Heartbeat(4, SLOTS + 3), 0.02)
     early_s, late_s = sender.timer.timeout_s(0.0), sender.timer.timeout_s()
     assert early_s < LEAST_TIMEOUT_S == late_s
     now_s, waits, resent = 0.02, list[float](), list[list[int]]()
     for _ in range(6):
-        assert sent(sender, now_s) == [], "nothing may be sent before the timer expires"
+        assert send_ready(sender, now_s) == [], "nothing may be sent before the timer expires"
         waits.append(sender.wait_s(now_s))
         assert not sender.stuck or len(waits) > STUCK
         now_s += waits[-1]
-        resent.append(sent(sender, now_s))
+        resent.append(send_ready(sender, now_s))
     doubled = [late_s * 2**i for i in range(5)]
     assert waits == pytest.approx([early_s, *(min(s, MOST_TIMEOUT_S) for s in doubled)])
     assert resent == [[9], *[[4, 5, 6, 7, 8, 9]] * 5] and sender.stuck
@@ -110,7 +110,7 @@ def test_silence_is_answered_by_a_probe_and_then_by_timeouts_that_double() -> No
 def test_no_timer_runs_while_nothing_is_in_flight() -> None:
     sender = sender_of(ready=2)
     assert sender.wait_s(0.0) == float("inf")
-    sent(sender, 100.0)
+    send_ready(sender, 100.0)
     assert sender.wait_s(100.0) == FIRST_TIMEOUT_S, "the timer begins with the first packet"
 
 
@@ -126,7 +126,7 @@ class Pipe:
 
     def run(self, until_s: float) -> None:
         while self.now_s < until_s:
-            for number in sent(self.sender, self.now_s):
+            for number in send_ready(self.sender, self.now_s):
                 self.free_s = max(self.free_s, self.now_s) + 1 / self.rate
                 self.arrivals.append((self.free_s + self.trip_s, number))
             self.most_flight = max(self.most_flight, self.sender.numbers.in_flight)

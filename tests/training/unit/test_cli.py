@@ -1,4 +1,4 @@
-"""The command line: fast help, one clear message for a mistake, no traceback."""
+"""The command line: fast help, a clear message for each mistake, no traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from roadtrain.training.metrics import Metrics
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """`train`, `verify` and `status` go to a recorder; there is a job file a.toml."""
+    """Record calls of `train`, `verify` and `status`, with a job file a.toml in the current
+    folder."""
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text("[model.config]\nmodel_type = 'llama'\n")
     calls: list[Any] = []
@@ -38,7 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[A
     yield calls
 
 
-def test_words_options_and_job_keys(recorded: list[Any]) -> None:
+def test_arguments_options_and_job_keys_are_parsed(recorded: list[Any]) -> None:
     assert cli.main(["train", "a.toml", "--run.steps", "3", "--compress.error_feedback"]) == 0
     assert cli.main(["verify", "--steps", "5", "--optimizer.lr=1e-3", "a.toml"]) == 0
     assert cli.main(["status", "runs/x", "--endurance-tbw=150"]) == 0
@@ -82,7 +83,7 @@ def test_mistakes_end_in_a_message(
     assert message in err and "Traceback" not in err and not out
 
 
-def test_errors_made_on_purpose_have_no_traceback(
+def test_roadtrain_errors_print_no_traceback(
     recorded: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -108,7 +109,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_without_the_benchmarks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They are not installed with the package."""
+    """The benchmarks are not installed with the package."""
     installed = tmp_path / "lib" / "roadtrain"
     installed.parent.mkdir()
     installed.symlink_to(Path(cli.__file__).parent)
@@ -118,7 +119,7 @@ def test_help_without_the_benchmarks(
 
 
 def test_the_package_runs_as_a_module_and_knows_its_version() -> None:
-    """The same command, and one declaration of the version."""
+    """`python -m` runs the same command, and the version is declared once."""
     for words, expected in (
         (["--version"], roadtrain.__version__),
         (["--help"], "roadtrain COMMAND"),
@@ -136,7 +137,7 @@ def test_the_package_runs_as_a_module_and_knows_its_version() -> None:
 
 
 def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:
-    """Only to name the keys of a job pydantic is needed."""
+    """pydantic is imported only to list the keys of a job."""
     code = """
 import sys
 from roadtrain import cli
@@ -155,7 +156,7 @@ for name in sorted(cli.COMMANDS, key=lambda name: cli.COMMANDS[name].job_keys):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_function_of_a_command_takes_its_words_and_options(name: str) -> None:
+def test_the_function_of_a_command_accepts_its_arguments_and_options(name: str) -> None:
     command = cli.COMMANDS[name]
     options = cli.options_of(command.target)
     module, _, function = command.target.partition(":")
@@ -212,4 +213,5 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "2 of 1000" in out and "100 tokens/s" in out
     assert "1.8 TiB to 2 directories" in out
-    assert "1.0000% of 100 TBW per device (as specified)" in out  # two devices took 1 TB each
+    # 1 TB was written to each of two devices
+    assert "1.0000% of 100 TBW per device (as specified)" in out

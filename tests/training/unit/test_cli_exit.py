@@ -1,5 +1,5 @@
-"""Exit codes of errors made on purpose: a launched run tells a mistake, which stays one, from a fault
-of another process, after which the same command goes on."""
+"""Exit codes of errors: a launched run distinguishes a user's mistake, which repeats, from a fault
+of another process, after which the same command can continue."""
 
 from __future__ import annotations
 

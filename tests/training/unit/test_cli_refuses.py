@@ -1,4 +1,4 @@
-"""What a user types by mistake ends in one message and exit code 2, soon, and changes nothing."""
+"""A mistake on the command line gives one message and exit code 2, quickly, and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ paths = ["text.txt"]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a file, a folder, a job, and a run that has not begun."""
+    """Change to a folder that holds a file, a folder, a job and a run that has not started."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("hello")
     Path("folder").mkdir()
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/job.toml").write_text(JOB)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def refusal_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     before = sorted(Path().rglob("*"))
     assert cli.main([*args]) == 2
     out, err = capsys.readouterr()
@@ -71,20 +71,20 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     ],
 )
 def test_paths(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert words in refused(capsys, *args.split())
+    assert words in refusal_of(capsys, *args.split())
 
 
 def test_a_directory_that_must_not_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a read-only file system; root is stopped by nothing else."""
+    """Writes fail as on a read-only file system, since root passes all other checks."""
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     for args in (
         "export run out",
         "serve 127.0.0.1:0 --store folder",
         "train job.toml --run.dir r",
     ):
-        assert "this user may not write to" in refused(capsys, *args.split())
+        assert "this user may not write to" in refusal_of(capsys, *args.split())
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_a_directory_that_must_not_be_written(
 )
 @pytest.mark.parametrize("command", ["serve {} --sum", "serve {}", "serve {} --store folder"])
 def test_addresses(address: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, *command.format(address).split())
-    assert f"{address!r} is not an address" in said and "hint: write HOST:PORT" in said
-    assert "None" not in said
+    message = refusal_of(capsys, *command.format(address).split())
+    assert f"{address!r} is not an address" in message and "hint: write HOST:PORT" in message
+    assert "None" not in message
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_addresses(address: str, command: str, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_a_server_without_a_duty(args: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "serve", "127.0.0.1:0", *args.split())
-    assert "None" not in said and "False" not in said and "hint: " in said
+    message = refusal_of(capsys, "serve", "127.0.0.1:0", *args.split())
+    assert "None" not in message and "False" not in message and "hint: " in message
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ def test_files_folders_globs(folder: Path) -> None:
     assert names(str(folder)) == ["a.py", "b.py", "c.txt"]
     assert names(f"{folder}/**/*.py") == ["a.py", "b.py"]
     assert names(f"{folder}/b.py", str(folder)) == ["a.py", "b.py", "c.txt"]  # each once
-    assert names(f"{folder}/raw.bin") == ["raw.bin"]  # what is named is taken
+    assert names(f"{folder}/raw.bin") == ["raw.bin"]  # a named file is always read
 
 
 @pytest.mark.parametrize("path", ["/no/such", "/no/such/*.py"])
-def test_a_path_that_gives_nothing(path: str) -> None:
+def test_a_path_without_data_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"data.paths: '/no/such.* has no text file"):
         Tokens([path])
 
@@ -50,7 +50,7 @@ def test_batches_depend_on_the_step_alone(folder: Path) -> None:
     assert torch.equal(again.batch(7, 1, 4, 16)[0], x)
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert x.shape == y.shape == (4, 16) and x.dtype == torch.int64
-    # a row does not depend on how many there are
+    # a row does not depend on the number of rows
     assert torch.equal(tokens.batch(7, 1, 2, 16)[0], x[:2])
     reseeded = Tokens([str(folder)], seed=1)
     for other in (
@@ -61,8 +61,8 @@ def test_batches_depend_on_the_step_alone(folder: Path) -> None:
         assert not torch.equal(other[0], x)
 
 
-def test_known_draws() -> None:
-    """Frozen: a change here would change every run's data."""
+def test_draws_of_batches_are_frozen() -> None:
+    """Frozen values: a change would alter the data of every run."""
     assert (_draw(0, 0, 0, 0), _draw(1, 5, 2, 3)) == (11619761522075635141, 267313895710451850)
 
 
@@ -100,6 +100,6 @@ def test_tokenizer_of_a_file(folder: Path, tmp_path: Path) -> None:
     bpe.save(str(tmp_path / "tokenizer.json"))
     tokens = Tokens([str(folder)], str(tmp_path / "tokenizer.json"), held_out=0)
     assert tokens.vocab_size == bpe.get_vocab_size() and tokens.train.max() < tokens.vocab_size
-    assert (tokens.train == bpe.token_to_id("</s>")).sum() == 3  # each file ends
+    assert (tokens.train == bpe.token_to_id("</s>")).sum() == 3  # an end token after each file
     with pytest.raises(ConfigError, match="no file"):
         Tokens([str(folder)], "missing.json")

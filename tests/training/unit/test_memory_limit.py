@@ -1,4 +1,4 @@
-"""A limit of memory that the system enforces. Each limit is set in a process of its own, so that no
+"""A memory limit that the system enforces. Each test sets it in its own process, so that no
 allocation of another test is refused."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def output_of(program: str) -> str:
     return done.stdout
 
 
-def test_what_is_within_the_limit_is_given_and_what_is_beyond_is_refused() -> None:
-    said = output_of("""
+def test_an_allocation_beyond_the_limit_is_refused() -> None:
+    output = output_of("""
 before = resource.getrlimit(resource.RLIMIT_DATA)
 limit = held() + 64 * MIB
 try:
@@ -45,29 +45,29 @@ except BudgetError as error:
 take(128 * MIB)  # the limit ends with the context
 assert resource.getrlimit(resource.RLIMIT_DATA) == before
 """)
-    assert "needed more" in said and "enforced by Linux (RLIMIT_DATA)" in said
-    assert "hint: take less, or raise run.memory_limit" in said
+    assert "needed more" in output and "enforced by Linux (RLIMIT_DATA)" in output
+    assert "hint: take less, or raise run.memory_limit" in output
 
 
 def test_an_error_of_another_kind_is_left_alone() -> None:
-    said = output_of("""
+    output = output_of("""
 try:
     with limited(held() + 64 * MIB):
         raise OSError(28, "full")
 except OSError as error:
     print(error.errno)
 """)
-    assert said == "28\n"
+    assert output == "28\n"
 
 
-def test_a_limit_below_what_is_held_is_refused_with_both_numbers() -> None:
-    said = r"run.memory_limit is 1.0 MiB, but the process holds [0-9.]+ [MG]iB"
-    with pytest.raises(ConfigError, match=said), limited(1 << 20):
+def test_a_limit_below_current_use_is_refused_with_both_numbers() -> None:
+    message = r"run.memory_limit is 1.0 MiB, but the process holds [0-9.]+ [MG]iB"
+    with pytest.raises(ConfigError, match=message), limited(1 << 20):
         pass
 
 
-def test_a_limit_above_what_the_process_may_have_is_refused_with_both_numbers() -> None:
-    said = output_of("""
+def test_a_limit_above_that_of_the_process_is_refused_with_both_numbers() -> None:
+    output = output_of("""
 most = held() + 64 * MIB
 resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 try:
@@ -76,11 +76,11 @@ try:
 except ConfigError as error:
     print(error)
 """)
-    assert "run.memory_limit is 1.0 TiB, but this process is limited to" in said
+    assert "run.memory_limit is 1.0 TiB, but this process is limited to" in output
 
 
 def test_a_system_that_does_not_enforce_it_is_refused() -> None:
-    said = output_of("""
+    output = output_of("""
 resource.setrlimit = lambda *_: None
 try:
     with limited(held() + 64 * MIB):
@@ -88,7 +88,7 @@ try:
 except ConfigError as error:
     print(error)
 """)
-    assert "this system does not enforce RLIMIT_DATA" in said
+    assert "this system does not enforce RLIMIT_DATA" in output
 
 
 def test_without_a_limit_nothing_is_set() -> None:
@@ -106,7 +106,7 @@ def test_without_a_limit_nothing_is_set() -> None:
         (RuntimeError("a shape does not match"), False),
     ],
 )
-def test_which_errors_say_that_no_memory_was_given(error: Exception, refused: bool) -> None:
+def test_which_errors_count_as_a_refused_allocation(error: Exception, refused: bool) -> None:
     outer = ValueError("while stepping")
     outer.__cause__ = error
     assert was_refused(error) == was_refused(outer) == refused

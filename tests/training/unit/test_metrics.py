@@ -1,4 +1,4 @@
-"""metrics.jsonl: every step exactly once, wherever a run was cut off."""
+"""metrics.jsonl has every step exactly once, wherever a run was interrupted."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def steps(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("done", range(6))
-def test_lines_that_were_not_committed_are_cut(path: Path, done: int) -> None:
+def test_lines_of_uncommitted_steps_are_cut(path: Path, done: int) -> None:
     with Metrics(path, done) as metrics:
         assert metrics.dropped == 5 - done
         metrics.append({"step": done + 1, "loss": 0.5})
     assert steps(path) == list(range(1, done + 2))
-    if done < 5:  # moved, not cut
+    if done < 5:  # moved to another file, not deleted
         aside = path.with_name("metrics.uncommitted.jsonl" if done else "metrics.before-1.jsonl")
         lines = [json.loads(line) for line in aside.read_text().splitlines()]
         assert [line["step"] for line in lines if "step" in line] == list(range(done + 1, 6))
@@ -53,7 +53,7 @@ def test_a_file_of_another_store_is_renamed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 2, 24, 26])
-def test_a_damaged_line_is_not_the_end(path: Path, at: int) -> None:
+def test_a_damaged_line_is_an_error_and_leaves_the_file_unchanged(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
@@ -62,8 +62,8 @@ def test_a_damaged_line_is_not_the_end(path: Path, at: int) -> None:
     assert path.read_bytes() == content
 
 
-def test_what_the_lines_prove(path: Path, tmp_path: Path) -> None:
-    """Line 5 is written when step 3 at least is committed."""
+def test_lines_prove_committed_steps(path: Path, tmp_path: Path) -> None:
+    """Line 5 is written only after at least step 3 is committed."""
     assert committed_by(path) == 3 and committed_by(tmp_path / "none") == -1
     late = tmp_path / "late.jsonl"
     for staleness, proven in [(1, 18), (3, 17), ("none", 4)]:
@@ -72,7 +72,7 @@ def test_what_the_lines_prove(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step, proven", [(1, -1), (10, -1), (11, 10), (25, 20)])
-def test_what_the_lines_prove_with_snapshots(tmp_path: Path, step: int, proven: int) -> None:
+def test_lines_prove_committed_steps_with_snapshots(tmp_path: Path, step: int, proven: int) -> None:
     with Metrics(tmp_path / "metrics.jsonl", step - 1) as metrics:
         metrics.append({"step": step, "snapshot_every": 10})
     assert committed_by(tmp_path / "metrics.jsonl") == proven
@@ -80,12 +80,12 @@ def test_what_the_lines_prove_with_snapshots(tmp_path: Path, step: int, proven: 
 
 @pytest.mark.parametrize("call", ["write", "fdatasync"])
 def test_a_full_disk(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """The step's line is whole or absent, and it goes on once there is room."""
+    """The line of the step is complete or absent, and writing continues once there is room."""
     write = os.write
 
     def full(fd: int, data: bytes = b"") -> int:
         if call == "write" and len(data) > 10:
-            return write(fd, data[:10])  # a short write first, as the system does it
+            return write(fd, data[:10])  # a short write first, as the system does
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Metrics(path, 5) as metrics:

@@ -1,4 +1,4 @@
-"""What a person is told of steps: the line of each, and the table at the end of a run."""
+"""The printed line of each step and the table at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SERVERS = {"servers": {"addresses": ["localhost:7000"]}}
 
 
 def line(**stages: float) -> dict[str, object]:
-    """A line of metrics.jsonl of a step of ten seconds."""
-    said = {name: {"seconds": seconds, "bytes": 0} for name, seconds in stages.items()}
-    return {"loss": 1.0, "seconds": 10.0, "tokens": 100, "stages": said}
+    """A line of metrics.jsonl for a step of ten seconds."""
+    entries = {name: {"seconds": seconds, "bytes": 0} for name, seconds in stages.items()}
+    return {"loss": 1.0, "seconds": 10.0, "tokens": 100, "stages": entries}
 
 
 @pytest.mark.parametrize(
     ("config", "stages", "limit"),
     [
-        # Eight threads that read and write beside each other are busy for longer than the step.
+        # Eight threads that read and write in parallel are busy for longer than the step.
         (FILES, {"Wait": 1.0, "Read": 35.0, "Write": 35.0, "Update": 3.0}, "computing"),
         (FILES, {"Wait": 8.0, "Read": 35.0, "Write": 35.0, "Update": 3.0}, "files"),
         (FILES, {"Wait": 8.0, "Read": 5.0, "Write": 5.0, "Sum": 4.0, "Update": 15.0}, "updates"),
@@ -34,7 +34,7 @@ def line(**stages: float) -> dict[str, object]:
         (SERVERS, {"Wait": 8.0, "Update": 0.0}, "servers and network"),
     ],
 )
-def test_what_limited_a_step(
+def test_the_bottleneck_of_a_step_is_named(
     config: dict[str, object], stages: dict[str, float], limit: str
 ) -> None:
     job, totals = make_job({**MODEL, **config}), Totals()
@@ -52,7 +52,7 @@ def test_what_limited_a_step(
 @pytest.mark.parametrize(
     ("seconds", "busy", "shown"),
     [
-        # stages of other threads are beside the step, not in it
+        # stages in other threads do not count as part of the step
         (
             10.0,
             {"Forward": 1.2, "Backward": 1.5, "Wait": 7.3, "Fetch": 0.9, "Sum": 8.4},
@@ -60,7 +60,7 @@ def test_what_limited_a_step(
         ),
         (10.0, {"Forward": 3.335, "Backward": 3.335, "Wait": 3.33}, (34, 33, 33)),
         (10.0, {"Forward": 1.0, "Backward": 2.0}, (10, 20, 70)),
-        # lines of earlier versions, whose Forward and Backward hold what was waited in them
+        # lines of earlier versions, whose Forward and Backward include waits
         (10.0, {"Forward": 4.0, "Backward": 6.0, "Wait": 8.0}, (22, 33, 45)),
         (0.0, {}, ()),
     ],
@@ -75,7 +75,7 @@ def test_the_shares_of_a_step_add_up(
     assert sum(map(int, re.findall(r"(\d+)%", text))) in (0, 100)
 
 
-def test_what_was_held_is_compared_where_it_is_less() -> None:
+def test_held_memory_is_compared_with_plain_training_if_it_is_less() -> None:
     job, totals = make_job({**MODEL, **FILES}), Totals()
     totals.add(line(Wait=1.0), 50 << 20)
     for plain, held in [(100 << 20, "50.0 MiB, 50% of that"), (2 << 20, "50.0 MiB")]:
@@ -83,7 +83,9 @@ def test_what_was_held_is_compared_where_it_is_less() -> None:
         assert table["roadtrain held at most"] == held
 
 
-def test_a_launched_run_is_gone_on_with_by_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resume_command_of_a_launched_run_uses_its_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stopped, done = (Summary(3, 2.0, 1.0, None, why) for why in ("interrupted", ""))
     assert resume_command(stopped, "roadtrain train job.toml") == "roadtrain train job.toml"
     monkeypatch.setenv(LAUNCHED_AS, "first")

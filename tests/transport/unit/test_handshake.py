@@ -1,5 +1,5 @@
-"""The two sides of a handshake over a socket pair: who gets in, what each side is told, and that no
-byte can be changed on the way (Rule 8)."""
+"""Both sides of a handshake over a socket pair: accepted and refused clients, the errors on each
+side, and that no byte can be changed in transit (Rule 8)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Change = Callable[[bytes], bytes]
 
 @dataclass
 class Side:
-    """A side's options, and how its greeting differs from them. `change`: applied to all that it
-    sends, message by message."""
+    """A side's options, with fields that differ in its greeting. change: Applied to each message
+    that it sends."""
 
     token: bytes | None = TOKEN
     checksums: bool | None = True
@@ -50,7 +50,7 @@ class Side:
 
 
 class Changed:
-    """A socket that changes what is sent."""
+    """A socket that changes outgoing data."""
 
     def __init__(self, sock: socket.socket, change: Change) -> None:
         self.sock, self.change = sock, change
@@ -63,7 +63,7 @@ class Changed:
 
 
 def meet(client: Side, server: Side, refusal: Exception | None = None):
-    """What the client and the server return or raise, in that order."""
+    """Run a handshake. Returns the result or error of the client and of the server."""
     pair = socket.socketpair()
     deadline = time.monotonic() + 10
 
@@ -87,7 +87,7 @@ def meet(client: Side, server: Side, refusal: Exception | None = None):
         except Exception as error:
             return error
         finally:
-            sock.shutdown(socket.SHUT_WR)  # what was sent before arrives
+            sock.shutdown(socket.SHUT_WR)  # lets earlier data arrive
 
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(ended, server, serve, pair[1])
@@ -108,7 +108,7 @@ def test_both_sides_of_a_handshake_agree_and_the_hello_arrives(token, hello) -> 
     assert (client.token, server.token) == (token, token)
 
 
-def test_a_hello_that_is_too_long_is_not_sent_and_not_awaited() -> None:
+def test_a_hello_that_is_too_long_is_neither_sent_nor_awaited() -> None:
     with pytest.raises(WireError, match=f"{MAX_HELLO + 1} bytes; the limit is {MAX_HELLO}"):
         Side(hello=bytes(MAX_HELLO + 1)).greeting()
     _, server = meet(Side(fields={"hello_nbytes": MAX_HELLO + 1}), Side())
@@ -136,7 +136,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_sides_that_differ_are_refused_with_the_difference(what: str) -> None:  # Rule 8
+def test_a_difference_between_the_sides_is_refused_and_named(what: str) -> None:  # Rule 8
     client, server, kind, words = DIFFERENCES[what]
     ends = meet(client, server)
     assert not any(isinstance(end, OpenHandshake) for end in ends), ends
@@ -153,7 +153,7 @@ def test_a_server_of_another_kind_is_named(magic: bytes) -> None:
     assert type(client) is WireError and "the peer is not a roadtrain process" in str(client)
 
 
-def test_checksums_are_on_unless_they_are_switched_off() -> None:
+def test_checksums_are_on_by_default() -> None:
     assert [Common(checksums=value).summed for value in (None, True, False)] == [True, True, False]
     assert isinstance(meet(Side(checksums=None), Side())[0], OpenHandshake)
 
@@ -183,7 +183,7 @@ def test_a_link_has_1_to_64_connections_counted_from_0(number, connections, fits
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_refused_client_gets_the_kind_of_the_error_and_its_words(refusal, kind) -> None:
+def test_a_refused_client_gets_the_type_and_text_of_the_error(refusal, kind) -> None:
     client, _ = meet(Side(), Side(), refusal)
     assert type(client) is kind and str(client).endswith(": no"), client
 
@@ -196,7 +196,7 @@ def test_the_words_of_a_refusal_are_short_and_plain() -> None:
 
 
 def flips(at: int) -> Change:
-    """Flip a bit of byte `at` of all that is sent."""
+    """Flip a bit of byte `at` of all sent data."""
     begun = 0
 
     def change(data: bytes) -> bytes:
@@ -211,7 +211,7 @@ def flips(at: int) -> Change:
 
 
 @pytest.mark.parametrize("sender", ["client", "server"])
-def test_no_byte_of_a_handshake_can_be_changed_on_the_way(sender: str) -> None:  # Rule 8
+def test_no_byte_of_a_handshake_can_be_changed_in_transit(sender: str) -> None:  # Rule 8
     lengths: list[int] = []
 
     def count(data: bytes) -> bytes:
@@ -226,7 +226,7 @@ def test_no_byte_of_a_handshake_can_be_changed_on_the_way(sender: str) -> None: 
         assert isinstance(deceived, AuthError | WireError), (at, deceived)
 
 
-def test_a_peer_that_sends_everything_back_is_not_a_server() -> None:
+def test_a_peer_that_echoes_everything_is_not_a_server() -> None:
     client, server = socket.socketpair()
     with client, server, ThreadPoolExecutor(1) as pool:
         echo = pool.submit(lambda: server.sendall(server.recv(1 << 16)))

@@ -1,5 +1,5 @@
-"""The contract of a link (transport/link.py), for every transport: order, buffers, back-pressure,
-end, loss."""
+"""The contract of a link (transport/link.py) for every transport: order, buffers, back-pressure,
+close and loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.ports import free_port
 
 TOKEN = b"a secret of the job"
 WAIT_S = 10.0
-with_nixl = pytest.mark.skipif(  # on x86-64 it must be there: what cannot be imported fails
+with_nixl = pytest.mark.skipif(  # on x86-64 it must be installed: a failed import fails the test
     importlib.util.find_spec("nixl_cu12") is None and platform.machine() != "x86_64",
     reason="no nixl: pip install ./plugins/rdma",
 )
@@ -63,18 +63,18 @@ KINDS = [
     pytest.param("tcp+tls+sums", marks=pytest.mark.slow),
     RDMA,
     pytest.param("rdma+4+bare", marks=[with_nixl, pytest.mark.slow]),
-]  # bare: without checksums
+]  # bare: no checksums
 
 
 def socket_options(kind: str, **options) -> tcp.TcpOptions:
-    """RDMA over UCX's TCP mode: there is no such hardware to test with."""
+    """Options of a link; RDMA uses UCX's TCP mode, as there is no RDMA hardware to test with."""
     if kind.startswith("rdma"):
         return rdma.RdmaOptions(device="lo", **options)
     return tcp.TcpOptions(**options)
 
 
 class Recorder:
-    """A Receiver that keeps what it was told, and says when."""
+    """A Receiver that records its calls and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[int, bytes, bytes]] = []
@@ -117,7 +117,7 @@ class Recorder:
 
 
 class Ends:
-    """Two connected ends, `a` (who connected) and `b`, with what each received."""
+    """Two connected links, `a` (the client) and `b`, and a Recorder of each."""
 
     def __init__(self, kind: str, folder: Path, **options) -> None:
         self.got_a, self.got_b, self.listener, self.reports = Recorder(), Recorder(), None, []
@@ -162,7 +162,7 @@ class Ends:
 
 
 def tls_options(folder: Path) -> tuple[tcp.Tls, tcp.Tls]:
-    """A client's and a server's, with one certificate that signs itself."""
+    """TLS options of a client and a server that share a self-signed certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl: apt install openssl")
     cert, key = folder / "cert.pem", folder / "key.pem"
@@ -223,7 +223,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def port() -> int:
-    """Nobody else binds it; its lock is open to the end of the process."""
+    """A free port, reserved by a lock until the process ends."""
     return free_port()
 
 
@@ -236,17 +236,17 @@ def ends(request, folder):
 
 @pytest.mark.slow
 def test_order_sizes_and_parts(ends):
-    pick, wanted = random.Random(0), []
+    pick, sent = random.Random(0), []
     for i in range(300):
         data = pick.randbytes(pick.choice([0, 1, 100, 5000, 70_000, 400_000]))
         cuts = sorted(pick.randrange(len(data) + 1) for _ in range(pick.randrange(4)))
         parts = [memoryview(data)[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)])]
         header = pick.randbytes(pick.choice([0, 3, 200, 20_000]))
-        wanted.append((i, header, data))
+        sent.append((i, header, data))
         ends.a.send(i, header, parts)
-    assert ends.got_b.wait_frames(300) == wanted
-    # in order, and not for nothing
-    assert ends.got_b.rooms == [kind for kind, _, data in wanted if data]
+    assert ends.got_b.wait_frames(300) == sent
+    # in order, and only for frames with a payload
+    assert ends.got_b.rooms == [kind for kind, _, data in sent if data]
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_big_payload_of_many_parts_and_types(ends):
     assert ends.got_b.wait_frames(1)[0][2] == data
 
 
-def test_sent_comes_once_and_the_buffer_is_free_then(ends):
+def test_sent_is_called_once_when_the_buffer_is_free(ends):
     buffer, calls = bytearray(300 * KIB), []
     for i in range(20):
         free = threading.Event()
@@ -284,7 +284,7 @@ def test_back_pressure_holds_the_sender_not_its_caller(ends):
     data, calls, begin = memoryview(bytes(MIB)), [], time.monotonic()
     for i in range(60):
         ends.a.send(i, b"", [data], lambda: calls.append(1))
-    assert time.monotonic() - begin < WAIT_S / 2  # a caller that is held is held for WAIT_S
+    assert time.monotonic() - begin < WAIT_S / 2  # a blocked caller would wait for WAIT_S
     time.sleep(0.3)
     assert len(calls) < 60
     assert not ends.got_b.frames
@@ -297,13 +297,13 @@ def test_back_pressure_holds_the_sender_not_its_caller(ends):
 
 
 @pytest.mark.slow
-def test_what_is_urgent_overtakes_what_has_not_begun_to_leave(ends):
-    ends.got_b.open.clear()  # what comes first has no room yet, so little leaves
-    gone, before = [], 0
+def test_urgent_frames_overtake_frames_not_yet_being_sent(ends):
+    ends.got_b.open.clear()  # the receiver has no room for the first frame yet, so little is sent
+    freed, before = [], 0
     for i in range(40):
-        ends.a.send(1, b"%d" % i, [memoryview(bytes(4 * MIB))], lambda: gone.append(1))
-    while not ends.got_b.rooms or len(gone) > before:  # until nothing more leaves
-        before = len(gone)
+        ends.a.send(1, b"%d" % i, [memoryview(bytes(4 * MIB))], lambda: freed.append(1))
+    while not ends.got_b.rooms or len(freed) > before:  # until nothing more is sent
+        before = len(freed)
         time.sleep(0.1)
     for i in range(3):
         ends.a.send(2, b"%d" % i, urgent=True)
@@ -315,8 +315,8 @@ def test_what_is_urgent_overtakes_what_has_not_begun_to_leave(ends):
     assert [int(header) for kind, header, _ in frames if kind == 2] == list(range(3))
 
 
-def test_little_waits_in_the_kernel_of_a_slow_connection():
-    """Also where each piece is so small that the kernel takes it at once."""
+def test_a_slow_connection_keeps_little_in_kernel_buffers():
+    """Including pieces so small that the kernel accepts each at once."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
@@ -351,7 +351,7 @@ def test_a_flood_both_ways_with_answers(ends):
     ends.got_b.wait_frames(200)
 
 
-def test_close_sends_what_was_queued(ends):
+def test_close_sends_queued_frames(ends):
     data, calls = memoryview(bytes(MIB)), []
     for i in range(40):
         ends.a.send(i, b"", [data], lambda: calls.append(1))
@@ -385,7 +385,7 @@ def test_close_from_a_thread_of_the_link(ends):
     assert not ends.got_b.errors
 
 
-def test_an_error_of_the_owner_ends_the_link_with_it(ends):
+def test_an_error_in_the_receiver_ends_the_link_with_that_error(ends):
     def fail(kind, header, payload):
         raise WireError("kind 1 is not known here")
 
@@ -399,7 +399,7 @@ def test_an_error_of_the_owner_ends_the_link_with_it(ends):
     assert not calls
 
 
-def test_queued_buffers_come_back_when_the_link_is_lost(ends):
+def test_queued_buffers_are_returned_when_the_link_is_lost(ends):
     ends.got_b.open.clear()
     calls = []
     for i in range(60):
@@ -427,7 +427,7 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
     ends.close()
 
 
-def listening(kind: str, folder: Path, accept, report=print, port=0, **options):
+def listen_on(kind: str, folder: Path, accept, report=print, port=0, **options):
     if kind == "shm":
         return (
             shm.listen(folder / "s", accept, handshake.Common(**options), report),
@@ -441,7 +441,7 @@ def listening(kind: str, folder: Path, accept, report=print, port=0, **options):
 @pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
-    """Which a busy machine may need some tries to show."""
+    """On a busy machine this may take several tries."""
     tries = []
     while not tries or tries[-1] >= 1:
         assert len(tries) < 3, tries
@@ -456,9 +456,9 @@ def seconds_to_lose_a_killed_peer(kind, busy, folder) -> float:
         there.set()
         return got
 
-    listener, connect, options = listening(kind, folder, accept)
+    listener, connect, options = listen_on(kind, folder, accept)
     child = os.fork()
-    if child == 0:  # only connects; os._exit, so that nothing of the test run ends twice
+    if child == 0:  # connects only; os._exit, so that the child runs no cleanup of the test run
         try:
             link = connect(listener.address, Recorder(), options)
             while busy:
@@ -488,7 +488,7 @@ def seconds_to_lose_a_killed_peer(kind, busy, folder) -> float:
         _, status = os.waitpid(child, 0)
         got.link.close()
         listener.close()
-    # and it ended of nothing else
+    # and nothing else killed the child
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     return seconds
 
@@ -508,7 +508,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
         raise answers[int(hello)]
 
     reports: list[str] = []
-    listener, connect, options = listening(kind, folder, accept, reports.append)
+    listener, connect, options = listen_on(kind, folder, accept, reports.append)
     with pytest.raises(WireError, match="step 3 is needed, this is step 5"):
         connect(listener.address, Recorder(), options, hello=b"0")
     with pytest.raises(AuthError, match="not of this job"):
@@ -526,8 +526,8 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
-def test_nobody_listens_or_only_later(kind, folder, port):
-    listener, connect, options = listening(kind, folder, lambda link, hello: Recorder(), port=port)
+def test_connect_fails_without_a_listener_and_waits_for_a_late_one(kind, folder, port):
+    listener, connect, options = listen_on(kind, folder, lambda link, hello: Recorder(), port=port)
     listener.close()
     begin = time.monotonic()
     with pytest.raises(LostError):
@@ -551,7 +551,7 @@ def test_nobody_listens_or_only_later(kind, folder, port):
     again[0].close()
 
 
-def test_a_socket_left_by_a_dead_process_is_replaced_a_live_one_is_not(folder):
+def test_the_socket_of_a_dead_process_is_replaced_but_not_that_of_a_live_process(folder):
     path = folder / "left"
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(path))
@@ -564,7 +564,7 @@ def test_a_socket_left_by_a_dead_process_is_replaced_a_live_one_is_not(folder):
     assert not path.exists()
 
 
-# Strangers, and what only TCP has
+# Strangers, and features of TCP alone
 
 
 @pytest.fixture
@@ -575,7 +575,7 @@ def server():
 
 @contextlib.contextmanager
 def serving(handshake_s: float):
-    """(listener, reports), and a link that must not be disturbed."""
+    """Yield (listener, reports), with a link that the test must not disturb."""
     reports: list[str] = []
     got = Recorder()
     made: list = []
@@ -589,7 +589,7 @@ def serving(handshake_s: float):
     friend = tcp.connect(listener.address, Recorder(), options)
     until = time.monotonic() + WAIT_S
     while greeting_threads():
-        assert time.monotonic() < until  # till then it counts as one that has not greeted
+        assert time.monotonic() < until  # until then the link counts as not yet greeted
         time.sleep(0.001)
     yield listener, reports
     friend.send(5, b"still here")
@@ -601,7 +601,7 @@ def serving(handshake_s: float):
 
 
 def greeting_threads() -> int:
-    """How many handshakes are under way in this process."""
+    """Number of handshakes in progress in this process."""
     return sum(thread.name.startswith("greet") for thread in threading.enumerate())
 
 
@@ -614,8 +614,8 @@ def stranger(listener, data: bytes = b"") -> socket.socket:
 
 @pytest.mark.parametrize("nbytes", [0, 1])
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kind, nbytes, folder):
-    """Closed with bytes unread, which is what the end of a process does: the kernel resets the
+def test_a_peer_that_dies_in_the_handshake_is_named_with_the_missing_message(kind, nbytes, folder):
+    """The socket is closed with unread bytes, as when a process ends: the kernel resets the
     connection."""
     family, address = (
         (socket.AF_UNIX, str(folder / "dies"))
@@ -688,8 +688,8 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed():
 
 @pytest.mark.parametrize(("number", "connections"), [(0, 65), (0, 65535), (64, 64), (2, 2), (0, 0)])
 def test_no_link_of_too_many_connections_before_the_token_is_proven(server, number, connections):
-    """Refused by the greeting alone, long before the deadline: who has no token opens no link of
-    any number of connections. Rule 8."""
+    """A peer without the token is refused after its greeting, long before the deadline, whatever
+    number of connections it announces. Rule 8."""
     listener, reports = server
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), number, connections)
     sock = stranger(listener, sealed(handshake.GREETING.pack(*ours)))
@@ -713,7 +713,7 @@ def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
     wait_report(reports, "the client's hello message has 65537 bytes; the limit is 65536")
 
 
-def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
+def test_a_hello_changed_in_transit_is_refused(server):
     listener, reports = server
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), hello=b"hello")
     sock = stranger(listener)
@@ -723,7 +723,7 @@ def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
     wait_report(reports, "hello message does not match its checksum")
 
 
-def test_a_connection_of_a_number_that_came_before_is_refused(server):
+def test_a_second_connection_with_the_same_number_is_refused(server):
     listener, reports = server
     until = time.monotonic() + WAIT_S
     socks = [stranger(listener) for _ in range(2)]
@@ -735,7 +735,7 @@ def test_a_connection_of_a_number_that_came_before_is_refused(server):
         sock.close()
 
 
-def test_closing_a_listener_does_not_wait_for_the_rest_of_a_link():
+def test_closing_a_listener_does_not_wait_for_missing_connections():
     listener = tcp.listen(
         ("127.0.0.1", 0),
         lambda link, hello: Recorder(),
@@ -751,8 +751,8 @@ def test_closing_a_listener_does_not_wait_for_the_rest_of_a_link():
     sock.close()
 
 
-def test_a_link_that_is_made_is_no_handshake_any_more():
-    """Of several connections the first waits for the others, and no longer."""
+def test_a_completed_link_no_longer_counts_as_a_handshake():
+    """The first of several connections waits only until the others have arrived."""
     options, made = tcp.TcpOptions(token=TOKEN, handshake_s=60.0, connections=3), []
 
     def accept(link, hello):
@@ -778,7 +778,7 @@ def test_garbage_gets_no_answer(server):
     wait_report(reports, "the client is not a roadtrain process: its first bytes are b'GET / HTTP")
 
 
-def test_who_drips_is_cut_off_at_the_deadline():
+def test_a_peer_that_sends_byte_by_byte_is_cut_off_at_the_deadline():
     with serving(handshake_s=1.0) as (listener, reports):
         sock, begin = stranger(listener), time.monotonic()
         with contextlib.suppress(OSError):
@@ -790,7 +790,7 @@ def test_who_drips_is_cut_off_at_the_deadline():
         wait_report(reports, "timed out")
 
 
-def test_a_link_whose_other_connections_never_come_is_given_up():
+def test_a_link_whose_other_connections_never_arrive_is_abandoned():
     with serving(handshake_s=1.0) as (listener, reports):
         sock, deadline = stranger(listener), time.monotonic() + 5
         ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
@@ -827,7 +827,7 @@ def test_checksums_must_be_the_same_on_both_sides(server):
 
 
 def raw_client(**options) -> tuple[socket.socket, Recorder, object]:
-    """A client that has just been let in and may now send what it likes."""
+    """A client that has completed the handshake and may send any bytes."""
     got = Recorder()
 
     def accept(link, hello):
@@ -914,8 +914,11 @@ FRAMES = [(1, b"header", b"payload" * 30), (2, b"", b"x"), (3, b"alone", b""), (
 def conversation(
     address, options, listener_got: Recorder, made: list
 ) -> tuple[Recorder, list[Exception]]:
-    """Connects, both sides send FRAMES and close. What the client got, and what either side was
-    told; never a hang."""
+    """Connect, send FRAMES from both sides and close, without ever hanging.
+
+    Returns:
+        The client's Recorder, and the errors that either side got.
+    """
     got, errors = Recorder(), []
     before = len(made)
     try:
@@ -941,12 +944,12 @@ def conversation(
 
 
 def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> None:
-    """One conversation for each byte that goes over the wire, with a bit of it flipped."""
+    """Run a conversation for each byte on the wire, with one bit of that byte flipped."""
     reports: list[str] = []
     made: list = []
     there = Recorder()
-    # Of TLS 1.3, a record is 22 bytes longer than what it carries, and an alert of 24 bytes ends
-    # the connection.
+    # In TLS 1.3 a record adds 22 bytes to its payload, and an alert of 24 bytes ends the
+    # connection.
     goodbye = HEAD_NBYTES + (22 + 24 if options.tls else 0)
 
     def accept(link, hello):
@@ -960,11 +963,11 @@ def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> 
     with Relay(listener.address) as relay:
         got, errors = conversation(relay.address, options, there, made)
         assert got.frames == there.frames == FRAMES and all(
-            "closed by peer" in str(one) for one in errors
+            "closed by peer" in str(error) for error in errors
         )
         sent = dict(relay.nbytes)
     for way in ("there", "back"):
-        for at in range(0, sent[way] - goodbye, step):  # of the goodbye another test tells
+        for at in range(0, sent[way] - goodbye, step):  # another test covers the goodbye
             there = Recorder()
             with Relay(listener.address) as relay:
                 relay.flip(at, way, at % 8)
@@ -973,9 +976,9 @@ def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> 
             assert relay.flipped == 1, where
             for frames in (got.frames, there.frames):
                 assert frames == FRAMES[: len(frames)], where
-            found = [one for one in errors if "closed by peer" not in str(one)]
-            assert found and all(isinstance(one, PeerError) for one in found), where
-            assert all("127.0.0.1:" in str(one) for one in found), where
+            found = [error for error in errors if "closed by peer" not in str(error)]
+            assert found and all(isinstance(error, PeerError) for error in found), where
+            assert all("127.0.0.1:" in str(error) for error in found), where
     listener.close()
 
 
@@ -992,7 +995,7 @@ def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> 
     ],
 )
 def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, step, folder):
-    """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by
+    """In lengths, headers, payloads and the handshake, in both directions. TLS detects it by
     itself."""
     tls = dataclasses.replace(tls_options(folder)[0]) if "tls" in kind else None
     options = tcp.TcpOptions(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
@@ -1011,11 +1014,11 @@ def test_a_bit_that_flips_in_a_goodbye_is_found(bit):
         listener.close()
 
 
-def test_no_length_counts_before_its_checksum():
-    """Else one flipped bit would wait for bytes that nobody sends, or ask for another frame's
-    room."""
+def test_no_length_is_used_before_its_checksum_is_checked():
+    """Otherwise a flipped bit would wait for bytes that nobody sends, or request room for another
+    frame."""
     good = pack_head(Head(1, 1, 6, 1000, 0, 1, 2))
-    for at in range(8, 20):  # of the two lengths
+    for at in range(8, 20):  # the two lengths
         sock, got, listener = raw_client()
         sock.sendall(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] + b"header")
         with pytest.raises(WireError, match="head of a frame does not match its checksum"):
@@ -1066,7 +1069,7 @@ def test_a_bit_that_flips_on_an_rdma_link_is_found(folder):
         channel._fetched[len(channel._fetched) // 2] ^= 1
         return found
 
-    channel._fetch = spoil  # the first is under way
+    channel._fetch = spoil  # the first is in progress
     for i in range(2):
         ends.a.send(7, b"header", [memoryview(b"x" * 5000)])
         if not i:
@@ -1078,7 +1081,7 @@ def test_a_bit_that_flips_on_an_rdma_link_is_found(folder):
 
 
 @with_nixl
-def test_a_bit_that_flips_in_what_is_said_of_a_ring_is_found(folder):
+def test_a_bit_that_flips_in_the_description_of_a_ring_is_found(folder):
     ends = Ends("rdma", folder)
     counts = sealed(rdma.COUNTS.pack(1, 1))
     ends.a._channels[0]._tcp.send([counts[:8] + b"\5" + counts[9:]])
@@ -1090,11 +1093,11 @@ def test_a_bit_that_flips_in_what_is_said_of_a_ring_is_found(folder):
 # The handshake
 
 
-def greeted(
+def run_handshake(
     client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN, **server
 ) -> tuple:
-    """Both halves of a handshake over a pair of sockets: (what the server found, the client's
-    answer or error)."""
+    """Run both halves of a handshake over a socket pair. Returns (the server's findings, the
+    client's answer or error)."""
     ours, theirs = socket.socketpair()
     until, found = time.monotonic() + 5, []
 
@@ -1125,15 +1128,15 @@ def greeted(
     return found[0], answer
 
 
-def test_the_proofs_cover_what_protects_the_channel():
-    """Somebody between, with a certificate of his own, passes on what both say: the proof is
-    not for his channel."""
+def test_the_proofs_cover_the_binding_of_the_channel():
+    """A man in the middle with his own certificate forwards both sides' messages: the proof is not
+    valid for his channel."""
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
-    found, answer = greeted(ours)
+    found, answer = run_handshake(ours)
     assert isinstance(found, handshake.OpenHandshake) and isinstance(
         answer, handshake.OpenHandshake
     )
-    found, answer = greeted(ours, binding=b"of another certificate")
+    found, answer = run_handshake(ours, binding=b"of another certificate")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
 
@@ -1160,9 +1163,9 @@ def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
 VERDICT_NBYTES = handshake.VERDICT.size + SUM.size
 
 
-def judged(change, error=None, *, summed=True):
-    """What a client says of a verdict that somebody changes on its way: its code, text and proof.
-    summed: the text's checksum is made right again."""
+def verdict_answer(change, error=None, *, summed=True):
+    """Return the client's response to a verdict whose code, text or proof is changed in transit.
+    summed: Recompute the text's checksum."""
     ours, theirs = socket.socketpair()
     until = time.monotonic() + 5
 
@@ -1197,11 +1200,14 @@ def judged(change, error=None, *, summed=True):
     return None
 
 
-def test_who_changes_a_verdict_on_the_way_is_found():
+def test_a_verdict_changed_in_transit_is_detected():
     seen = []
-    assert judged(lambda code, text, proof: (seen.append(proof), (code, text, proof))[1]) is None
+    assert (
+        verdict_answer(lambda code, text, proof: (seen.append(proof), (code, text, proof))[1])
+        is None
+    )
     refusal = WireError("no room")
-    same = judged(lambda *verdict: verdict, refusal)
+    same = verdict_answer(lambda *verdict: verdict, refusal)
     assert isinstance(same, WireError) and "no room" in str(same)
     changes = {
         "refused": (lambda code, text, proof: (handshake.REFUSED, text, proof), None),
@@ -1211,17 +1217,22 @@ def test_who_changes_a_verdict_on_the_way_is_found():
         "of another session": (lambda code, text, proof: (code, text, seen[0]), None),
     }
     for name, (change, error) in changes.items():
-        found = judged(change, error)
+        found = verdict_answer(change, error)
         assert isinstance(found, AuthError) and "did not prove" in str(found), name
-    flipped = judged(lambda code, text, proof: (code, b"go away", proof), refusal, summed=False)
-    assert isinstance(flipped, WireError) and "checksum" in str(flipped), "no wrong token"
+    flipped = verdict_answer(
+        lambda code, text, proof: (code, b"go away", proof), refusal, summed=False
+    )
+    assert isinstance(flipped, WireError) and "checksum" in str(flipped), (
+        "the error must not blame the token"
+    )
 
 
 def test_a_verdict_is_short_and_plain():
-    """It may come from a stranger: no more is read of it, and no control character is shown."""
+    """It may come from a stranger: only a bounded text is read, and no control character is
+    shown."""
 
     def unproven(text):
-        return judged(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
+        return verdict_answer(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
 
     long = unproven(bytes(handshake.MAX_TEXT + 1))
     assert isinstance(long, WireError) and "2049 bytes; the limit is 2048" in str(long)
@@ -1230,7 +1241,7 @@ def test_a_verdict_is_short_and_plain():
 
 
 def test_each_side_proves_its_own_role():
-    """What a server proves is no client's proof of the same words."""
+    """A server's proof is not accepted as a client's proof of the same words."""
     answer = handshake.OpenHandshake(
         handshake.greeting(tcp.TcpOptions(), TOKEN, b""), TOKEN, b"said"
     )
@@ -1241,9 +1252,9 @@ def test_each_side_proves_its_own_role():
     assert handshake._prove(TOKEN, b"server", words) != handshake._prove(TOKEN, b"client", words)
 
 
-@pytest.mark.parametrize("given", [(10, [20, 30]), (30, [20, 10]), (30, [10, 20]), (20, [30, 10])])
-def test_the_smallest_limit_of_both_sides_counts(given):
-    ours, theirs = given
+@pytest.mark.parametrize("limits", [(10, [20, 30]), (30, [20, 10]), (30, [10, 20]), (20, [30, 10])])
+def test_the_smallest_limit_of_both_sides_counts(limits):
+    ours, theirs = limits
     greetings = [handshake.greeting(tcp.TcpOptions(frame_limit=n), TOKEN, b"") for n in theirs]
     answers = [handshake.OpenHandshake(greeting, TOKEN, b"") for greeting in greetings]
     link = handshake.stream_between("the peer", tcp.TcpOptions(frame_limit=ours), answers)
@@ -1252,7 +1263,7 @@ def test_the_smallest_limit_of_both_sides_counts(given):
 
 
 def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():
-    found, answer = greeted(
+    found, answer = run_handshake(
         handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), language=b"another edition!")
     )
     for error in (found, answer):
@@ -1260,7 +1271,7 @@ def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides()
             raise error
 
 
-FIRST_EDITION = struct.Struct("<8sH??HHQ16s32s")  # its greeting
+FIRST_EDITION = struct.Struct("<8sH??HHQ16s32s")  # layout of its greeting
 
 
 def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
@@ -1270,7 +1281,8 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
         FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)),
     )
     raw = handshake.receive(sock, FIRST_EDITION.size, time.monotonic() + 5, "")
-    assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)  # so that it can say so
+    # so that the old peer can report it
+    assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)
     sock.close()
     wait_report(reports, "the peer has protocol version 1, but this side has 2")
     old = socket.create_server(("127.0.0.1", 0))
@@ -1291,8 +1303,8 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
     old.close()
 
 
-def test_who_sends_back_what_it_hears_proves_nothing():
-    """Reflection: also where both greetings would fit."""
+def test_a_peer_that_echoes_our_messages_proves_nothing():
+    """Reflection, even if the echoed greeting would be accepted."""
     ours, theirs = socket.socketpair()
 
     def reflect() -> None:
@@ -1310,11 +1322,11 @@ def test_who_sends_back_what_it_hears_proves_nothing():
     thread.join()
 
 
-def test_what_a_client_proved_once_lets_nobody_in_again(server):
-    """Replay: the same bytes, to a server that chose another nonce; and a proof of a client is
-    none of a server."""
+def test_a_replayed_proof_is_refused(server):
+    """The same bytes are sent to a server with another nonce; and a client's proof does not serve
+    as a server's."""
     listener, reports = server
-    said: list[bytes] = []
+    sent: list[bytes] = []
     sock = socket.create_connection(listener.address)
     until = time.monotonic() + 5
     with pytest.MonkeyPatch.context() as patch:
@@ -1323,7 +1335,7 @@ def test_what_a_client_proved_once_lets_nobody_in_again(server):
             handshake,
             "send",
             lambda to, data, deadline: (
-                said.append(data) if to is sock else None,
+                sent.append(data) if to is sock else None,
                 plain(to, data, deadline),
             ),
         )
@@ -1332,7 +1344,7 @@ def test_what_a_client_proved_once_lets_nobody_in_again(server):
         )
         handshake.client_verdict(sock, answer, until)
     sock.close()
-    again = stranger(listener, b"".join(said))
+    again = stranger(listener, b"".join(sent))
     verdict = handshake.receive(
         again, len(sealed(handshake.GREETING.pack(*answer.greeting))), until, ""
     )
@@ -1346,8 +1358,8 @@ def test_what_a_client_proved_once_lets_nobody_in_again(server):
 @pytest.mark.parametrize(
     "field", ["has_token", "number", "connections", "frame_limit", "link", "hello_nbytes"]
 )
-def test_who_changes_a_greeting_on_the_way_is_found(field):
-    """With its checksum made right again: that is no flipped bit."""
+def test_a_greeting_changed_in_transit_is_detected(field):
+    """The checksum is recomputed, so this is not a flipped bit."""
     values = {
         "has_token": True,
         "number": 0,
@@ -1368,7 +1380,7 @@ def test_who_changes_a_greeting_on_the_way_is_found(field):
                 sock, sealed(changed) if data == sealed(sent) else data, until
             ),
         )
-        found, answer = greeted(ours, b"hello")
+        found, answer = run_handshake(ours, b"hello")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
 
@@ -1395,7 +1407,7 @@ def test_lines_about_strangers_are_limited_and_counted(server, monkeypatch):
     assert left_out + sum(line.startswith("refused") for line in reports) == 60
 
 
-def test_what_was_left_out_is_told_at_the_end():
+def test_suppressed_lines_are_counted_at_the_end():
     lines: list[str] = []
     few = listeners.LineLimit(lines.append)
     for i in range(listeners.LINES + 7):
@@ -1410,8 +1422,8 @@ def test_what_was_left_out_is_told_at_the_end():
     )
 
 
-def test_a_flood_from_one_address_shuts_no_other_out(monkeypatch):
-    """A friend that is slow to greet stays, the flood's oldest go: they are cut, long before the
+def test_a_flood_from_one_address_blocks_no_other(monkeypatch):
+    """A slow friend stays connected; the oldest connections of the flood are cut long before the
     deadline of a handshake."""
     monkeypatch.setattr(listeners, "MAX_PENDING", 8)
     with serving(handshake_s=60.0) as (listener, _):
@@ -1420,9 +1432,9 @@ def test_a_flood_from_one_address_shuts_no_other_out(monkeypatch):
         friend.connect(listener.address)
         strangers = [stranger(listener) for _ in range(30)]
         until = time.monotonic() + WAIT_S
-        # the friend is one of the eight that may be under way
+        # the friend is one of the eight handshakes that may be in progress
         while len(cut := select.select(strangers, [], [], 0)[0]) < 23 or greeting_threads() > 8:
-            assert time.monotonic() < until, "the oldest are not cut"
+            assert time.monotonic() < until, "the oldest connections were not cut"
             time.sleep(0.01)
         assert cut == strangers[:23]
         answer = handshake.client_greet(
@@ -1433,7 +1445,7 @@ def test_a_flood_from_one_address_shuts_no_other_out(monkeypatch):
             sock.close()
 
 
-def test_a_process_without_a_thread_to_spare_goes_on_listening(server, monkeypatch):
+def test_a_process_that_cannot_start_a_thread_keeps_listening(server, monkeypatch):
     listener, reports = server
     real = threading.Thread.start
 
@@ -1452,14 +1464,14 @@ def test_a_process_without_a_thread_to_spare_goes_on_listening(server, monkeypat
     tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN)).close()
 
 
-def test_who_never_greets_is_a_deadline_error():
+def test_a_peer_that_never_greets_is_a_deadline_error():
     silent = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(DeadlineError, match="the server's greeting"):
         tcp.connect(silent.getsockname(), Recorder(), tcp.TcpOptions(handshake_s=0.2))
     silent.close()
 
 
-def test_what_cannot_be_asked_for(folder):
+def test_invalid_link_options_are_refused(folder):
     def accept(link, hello):
         raise AssertionError
 
@@ -1480,7 +1492,7 @@ def test_what_cannot_be_asked_for(folder):
         )
 
 
-def test_a_certificate_that_nobody_signed_is_not_taken(folder):
+def test_an_untrusted_certificate_is_refused(folder):
     (folder / "other").mkdir()
     ours, _ = tls_options(folder / "other")
     _, theirs = tls_options(folder)
@@ -1493,7 +1505,7 @@ def test_a_certificate_that_nobody_signed_is_not_taken(folder):
     listener.close()
 
 
-def test_a_link_is_called_as_its_acceptor_calls_it():
+def test_a_link_has_the_name_given_by_its_acceptor():
     got = Recorder()
 
     def accept(link, hello):
@@ -1519,7 +1531,7 @@ def test_rings_of_another_size_are_refused(monkeypatch):
 
 
 def test_the_portable_fence_of_shm(folder, monkeypatch):
-    """What other processors than x86-64 would use, here at least executed."""
+    """Processors other than x86-64 use this fence; here it is at least executed."""
     monkeypatch.setattr(shm, "_fence", shm._membarrier)
     monkeypatch.setattr(shm, "_order", shm._membarrier)
     ends = Ends("shm", folder)
@@ -1529,7 +1541,7 @@ def test_the_portable_fence_of_shm(folder, monkeypatch):
     ends.close()
 
 
-def test_a_ring_that_lies_is_a_wire_error(folder):
+def test_a_ring_with_wrong_counts_is_a_wire_error(folder):
     ends = Ends("shm", folder)
     ends.a._channels[0]._out._words[0] = 1 << 40
     ends.a._channels[0]._out._ring(16)
@@ -1549,10 +1561,10 @@ def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
     sock.close()
 
 
-# What only RDMA has
+# Features of RDMA alone
 
 
-def test_rdma_without_its_package_is_one_sentence(monkeypatch):
+def test_rdma_without_its_package_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl_cu12._bindings", None)
     options = rdma.RdmaOptions(token=TOKEN, device="lo")
     for attempt in (
@@ -1563,7 +1575,7 @@ def test_rdma_without_its_package_is_one_sentence(monkeypatch):
             attempt()
 
 
-def test_what_rdma_cannot_be_asked_for():
+def test_invalid_rdma_options_are_refused():
     with pytest.raises(ConfigError, match="do not support TLS"):
         rdma.RdmaOptions(tls=tcp.Tls())
     with pytest.raises(ConfigError, match="only one device is supported"):
@@ -1571,7 +1583,7 @@ def test_what_rdma_cannot_be_asked_for():
 
 
 @with_nixl
-def test_a_device_that_is_not_there_is_refused_before_anybody_comes():
+def test_a_missing_device_is_refused_when_the_listener_starts():
     with pytest.raises(ConfigError, match="cannot use 'nothing0'"):
         tcp.listen(
             ("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.RdmaOptions(device="nothing0")
@@ -1585,7 +1597,7 @@ def test_a_device_that_is_not_there_is_refused_before_anybody_comes():
 def test_many_small_frames_that_nobody_reads_block_neither_direction(folder):
     ends = Ends("rdma", folder)
     ends.got_b.open.clear()
-    for i in range(2000):  # one at a time, so that each is told of alone
+    for i in range(2000):  # one at a time, so that each is announced alone
         free = threading.Event()
         ends.a.send(i, b"", [memoryview(b"x")], free.set)
         assert free.wait(WAIT_S)
@@ -1660,7 +1672,7 @@ def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
 
 @with_nixl
 @pytest.mark.parametrize("server_has_rdma", [False, True])
-def test_rdma_and_tcp_do_not_meet(server_has_rdma):
+def test_an_rdma_and_a_tcp_link_refuse_each_other(server_has_rdma):
     kinds = [rdma.RdmaOptions(token=TOKEN, device="lo", handshake_s=1), tcp.TcpOptions(token=TOKEN)]
     got, here = Recorder(), Recorder()
     listener = tcp.listen(
@@ -1682,14 +1694,15 @@ def test_rdma_and_tcp_do_not_meet(server_has_rdma):
 
 @with_nixl
 @pytest.mark.parametrize("counts", [(1 << 40, 0), (0, 1 << 40)], ids=["written", "read"])
-def test_counts_that_lie_are_a_wire_error(counts, folder):
+def test_wrong_counts_are_a_wire_error(counts, folder):
     ends = Ends("rdma", folder)
     ends.a._channels[0]._tcp.send([sealed(rdma.COUNTS.pack(*counts))])
-    deadline = time.monotonic() + WAIT_S  # b hears it before the truth follows, with the next frame
+    # b reads the wrong count before the next frame brings the right one
+    deadline = time.monotonic() + WAIT_S
     while not (ends.got_b.errors or any(channel._theirs == counts for channel in ends.b._channels)):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    # whoever looks at his ring sees it, and that may be at once
+    # the peer may read its ring, and the wrong count, at any time
     with contextlib.suppress(LostError):
         ends.b.send(1, b"", [memoryview(bytes(MIB))])
     with pytest.raises(WireError, match="used bytes of a ring of 4194304"):
@@ -1698,7 +1711,7 @@ def test_counts_that_lie_are_a_wire_error(counts, folder):
 
 
 @with_nixl
-def test_a_read_beyond_what_the_other_side_registered_is_refused(folder):
+def test_a_read_beyond_the_registered_memory_is_refused(folder):
     ends = Ends("rdma", folder)
     ends.a._channels[0]._there += 8 * MIB
     ends.b.send(1, b"", [memoryview(bytes(MIB))])
@@ -1714,9 +1727,9 @@ def test_a_read_beyond_what_the_other_side_registered_is_refused(folder):
     [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGSTOP, True)],
 )
 def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
-    """Killed: lost at once. Stopped while it has bytes for us: lost when a READ has not ended
-    for `silence_s`. (Stopped while it has none, it is one that does not read, and kept, as over
-    TCP.)"""
+    """A killed peer is lost at once. A peer stopped while it has bytes for us is lost once a READ
+    has not ended for `silence_s`. (A peer stopped without such bytes merely does not read and is
+    kept, as over TCP.)"""
     got, options = Recorder(), {"token": TOKEN, "device": "lo", "silence_s": 1.0}
     listener, made = rdma_listener(got, silence_s=1.0)
     child = os.fork()
@@ -1737,7 +1750,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
     assert freed.wait(WAIT_S)
     got.open.clear()
     (channel,), until = made[0]._channels, time.monotonic() + WAIT_S
-    # it has bytes that we do not take
+    # the peer has bytes that we do not take
     while child_sends and channel._theirs[0] - channel._read < 2 * rdma.PIECE:
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A link that another distribution declares is found by its name, and carries frames."""
+"""A link declared by another distribution is found by its name and carries frames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roadtrain.transport import plugins, tcp
 from roadtrain.units import MIB
 
 TOKEN = b"a secret of the job"
-# What who adds a link writes: this module, and an entry point in its pyproject.toml.
+# The author of a link writes this module and an entry point in pyproject.toml.
 TOY = '''
 """A link that carries each byte turned over."""
 
@@ -53,7 +53,7 @@ class Turned:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A distribution of this name and version, with these entry points, is on the path."""
+    """Put a distribution with the given entry points on the path."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def installed(distribution: str, **links: str) -> None:
@@ -70,14 +70,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 class Receiver:
     def __init__(self) -> None:
         self.frames: list[tuple[int, bytes, bytes]] = []
-        self.came = threading.Event()
+        self.has_arrived = threading.Event()
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         self.frames.append((kind, header, bytes(payload)))
-        self.came.set()
+        self.has_arrived.set()
 
     def lost(self, error: Exception) -> None: ...
 
@@ -93,14 +93,14 @@ def test_a_link_of_another_distribution_carries_frames(install) -> None:
         link = tcp.connect(listener.address, Receiver(), options, name="there")
         payload = bytes(range(256)) * 1000
         link.send(7, b"header", [memoryview(payload)])
-        assert there.came.wait(10)
+        assert there.has_arrived.wait(10)
         link.close()
         assert there.frames == [(7, b"header", payload)]
     finally:
         listener.close()
 
 
-def test_status_asks_a_server_over_its_link(install, tmp_path: Path, capsys) -> None:
+def test_status_queries_a_server_over_its_link(install, tmp_path: Path, capsys) -> None:
     install("toy_link", toy="toy_link:Options")
     options = plugins.link_options("toy")()
     with SessionHost(
@@ -117,11 +117,11 @@ def test_status_asks_a_server_over_its_link(install, tmp_path: Path, capsys) -> 
             thread.join()
 
 
-def test_tcp_is_there_without_any_plugin() -> None:
+def test_tcp_needs_no_plugin() -> None:
     assert plugins.link_options("tcp") is tcp.TcpOptions
 
 
-def test_what_cannot_be_a_link_is_one_sentence(install) -> None:
+def test_an_invalid_link_is_refused_in_one_sentence(install) -> None:
     install("toy_link", toy="toy_link:Options", gone="toy_link:Gone", none="toy_link:TURNED")
     with pytest.raises(ConfigError, match=r"unknown link `toi`\nhint: did you mean `toy`\?"):
         plugins.link_options("toi")
@@ -133,14 +133,14 @@ def test_what_cannot_be_a_link_is_one_sentence(install) -> None:
         plugins.link_options("none")
 
 
-def test_a_name_that_two_declare_is_refused(install) -> None:
+def test_a_name_declared_twice_is_refused(install) -> None:
     install("toy_link", toy="toy_link:Options")
     install("other_link", toy="other_link:Options")
     with pytest.raises(ConfigError, match=r"`toy` is declared by .*_link and by .*_link"):
         plugins.link_options("toy")
 
 
-def test_tcp_is_not_replaced(install) -> None:
+def test_a_plugin_cannot_replace_tcp(install) -> None:
     install("toy_link", tcp="toy_link:Options")
     with pytest.raises(ConfigError, match="`tcp` is declared by toy_link and by roadtrain"):
         plugins.link_names()

@@ -1,5 +1,5 @@
-"""A host that is out of threads, descriptors or memory for a moment: who comes then is refused
-or waits, one line says so, and the process goes on listening (Rules 5 and 6)."""
+"""A host briefly out of threads, descriptors or memory: new connections are refused or wait, one
+line reports it, and the process keeps listening (Rules 5 and 6)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START = threading.Thread.start
 
 
 class Kept:
-    """A Receiver that writes down how its link ended."""
+    """A Receiver that records how its link ended."""
 
     def __init__(self) -> None:
         self.lost_with: list[PeerError] = []
@@ -41,7 +41,7 @@ def wait_for(ready: Any) -> None:
 
 
 def out_of_threads(monkeypatch: pytest.MonkeyPatch, refused: Any) -> list[str]:
-    """Threads whose name `refused` says yes to cannot be started."""
+    """Make the start of threads fail if `refused(name)` is true."""
     seen: list[str] = []
 
     def start(self: threading.Thread) -> None:
@@ -55,8 +55,8 @@ def out_of_threads(monkeypatch: pytest.MonkeyPatch, refused: Any) -> list[str]:
 
 
 @pytest.fixture
-def served() -> Any:
-    """(listener, its lines, what the accepted links received)"""
+def listening() -> Any:
+    """Yield (listener, its printed lines, receivers of the accepted links)."""
     lines: list[str] = []
     receivers: list[Kept] = []
 
@@ -69,15 +69,17 @@ def served() -> Any:
     listener.close()
 
 
-def talks(listener: Any, receivers: list[Kept]) -> None:
+def check_connects(listener: Any, receivers: list[Kept]) -> None:
     link = tcp.connect(listener.address, Kept())
     link.send(3, b"")
     wait_for(lambda: receivers and receivers[-1].arrived_kinds == [3])
     link.close()
 
 
-def test_no_thread_for_a_newcomer(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener, lines, receivers = served
+def test_a_connection_is_refused_without_a_free_thread(
+    listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, lines, receivers = listening
     refused = out_of_threads(monkeypatch, lambda name: name.startswith("greet"))
     for _ in range(3):
         with pytest.raises(PeerError):
@@ -86,14 +88,16 @@ def test_no_thread_for_a_newcomer(served: Any, monkeypatch: pytest.MonkeyPatch) 
     short = [line for line in lines if "can't start new thread" in line]
     assert len(short) == 1, "not a line for every connection"
     monkeypatch.undo()
-    talks(listener, receivers)
+    check_connects(listener, receivers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
-def test_no_descriptor_for_a_newcomer(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_waits_for_a_free_descriptor(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Sparse:
-        """A listening socket that three times has none to give."""
+        """A listening socket whose accept fails three times."""
 
         def __init__(self, sock: Any) -> None:
             self.sock, self.refusals = sock, 3
@@ -118,7 +122,7 @@ def test_no_descriptor_for_a_newcomer(code: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tcp, "Listener", lambda sock, *rest: made(Sparse(sock), *rest))
     listener = tcp.listen(("127.0.0.1", 0), accept, tcp.TcpOptions(), lines.append)
     try:
-        talks(listener, receivers)
+        check_connects(listener, receivers)
         assert [line for line in lines if "too many" in line][1:] == []
         assert "too many" in lines[0]
     finally:
@@ -126,17 +130,17 @@ def test_no_descriptor_for_a_newcomer(code: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_no_thread_for_a_link_that_was_let_in(
-    served: Any, monkeypatch: pytest.MonkeyPatch, which: int
+def test_an_accepted_link_without_a_free_thread_is_lost(
+    listening: Any, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
-    """The owner hears that the link is lost, whichever of its threads could not be started;
-    later ones are fine."""
-    listener, _, receivers = served
+    """The receiver is told that the link is lost, whichever of its threads could not be started;
+    later links work."""
+    listener, _, receivers = listening
     seen: list[str] = []
 
     def refused(name: str) -> bool:
         of_link = name.startswith(("send", "receive"))
-        # the listener's end: its peer has another port
+        # the end at the listener, whose peer has another port
         if of_link and not name.endswith(str(listener.address[1])):
             seen.append(name)
             return len(seen) == which + 1
@@ -150,4 +154,4 @@ def test_no_thread_for_a_link_that_was_let_in(
     wait_for(lambda: mine.lost_with)
     link.close()
     monkeypatch.undo()
-    talks(listener, receivers)
+    check_connects(listener, receivers)

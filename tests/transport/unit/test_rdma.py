@@ -1,5 +1,5 @@
-"""The RDMA link over a NIXL whose READs land and end late: no byte is handed on, no place given
-back, before that."""
+"""The RDMA link over a fake NIXL whose READs complete late: no byte is delivered and no buffer
+returned before that."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import roadtrain_rdma as rdma
 from roadtrain.units import MIB
 
 IN_PROGRESS, ENDED = 1, 0
-ASKED = 5  # times until a READ has ended
+POLLS = 5  # status queries until a READ has ended
 
 
 class LateAgent:
-    """Posting spoils the place that is read into, half of the bytes land on the way, the others
-    with the end."""
+    """A NIXL agent: posting a READ spoils its destination, half of the bytes arrive midway and the
+    rest at the end."""
 
     def __init__(self, name, config) -> None:
         self.under_way = None
@@ -52,11 +52,11 @@ class LateAgent:
         ctypes.memset(into, 0xEE, nbytes)
 
     def getXferStatus(self, handle) -> int:
-        into, source, nbytes, asked = self.under_way
+        into, source, nbytes, polls = self.under_way
         self.under_way[3] += 1
-        if asked == ASKED // 2:
+        if polls == POLLS // 2:
             ctypes.memmove(into, source, nbytes // 2)
-        if asked < ASKED:
+        if polls < POLLS:
             return IN_PROGRESS
         ctypes.memmove(into, source, nbytes)
         self.ended += 1
@@ -93,9 +93,10 @@ def ends(monkeypatch):
         end.close()
 
 
-def test_bytes_are_handed_on_and_their_place_given_back_only_when_their_read_has_ended(ends):
+def test_bytes_are_delivered_and_their_buffer_returned_only_after_their_read(ends):
     a, b = ends
-    data = random.Random(0).randbytes(3 * rdma.RING + 12_345)  # the ring is full most of the time
+    # keeps the ring full most of the time
+    data = random.Random(0).randbytes(3 * rdma.RING + 12_345)
 
     def send() -> None:
         left = memoryview(data)
@@ -114,14 +115,14 @@ def test_bytes_are_handed_on_and_their_place_given_back_only_when_their_read_has
     assert b._agent.ended >= 3 * rdma.RING // rdma.PIECE
 
 
-def test_an_interface_means_tcp_alone_and_all_else_rdma_alone(ends):
-    # not the kernel's copy between processes
+def test_an_interface_selects_tcp_and_anything_else_rdma(ends):
+    # not UCX's copy between processes through the kernel
     assert rdma._agent("lo").settings == "TLS=tcp,NET_DEVICES=lo"
     assert rdma._agent("mlx5_0:1").settings == "TLS=ib,NET_DEVICES=mlx5_0:1"
     assert rdma._agent("").settings == "TLS=ib,NET_DEVICES=all"
 
 
-def test_a_read_that_does_not_end_is_an_error_and_hands_nothing_on(ends, monkeypatch):
+def test_a_read_that_never_ends_is_an_error_and_delivers_nothing(ends, monkeypatch):
     a, b = ends
     monkeypatch.setattr(LateAgent, "getXferStatus", lambda self, handle: IN_PROGRESS)
     b._silence_s = 0.05

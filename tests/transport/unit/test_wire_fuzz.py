@@ -1,4 +1,4 @@
-"""Whatever bytes come over the wire: only typed errors, in time, and no memory beyond the frame
+"""Any bytes on the wire give only typed errors, in time, and allocate no memory beyond the frame
 limit (Rule 8)."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ heads = st.builds(
 
 
 def packed(number: int, header: bytes, payload: bytes, summed: bool) -> bytes:
-    """A good frame."""
+    """A valid frame."""
     sums = (digest((header,)), digest((payload,))) if summed else (0, 0)
     head = Head(SUMMED if summed else 0, number, len(header), len(payload), number, *sums)
     return pack_head(head) + header + payload
@@ -53,7 +53,7 @@ def packed(number: int, header: bytes, payload: bytes, summed: bool) -> bytes:
 
 @st.composite
 def valid_streams(draw) -> bytes:
-    """Some good frames and mostly a goodbye."""
+    """Some valid frames, mostly followed by a goodbye."""
     out, n, summed = b"", draw(st.integers(0, 5)), draw(st.booleans())
     for i in range(n):
         out += packed(i, draw(st.binary(max_size=60)), draw(st.binary(max_size=200)), summed)
@@ -62,8 +62,8 @@ def valid_streams(draw) -> bytes:
 
 
 @st.composite
-def spoiled(draw, streams) -> bytes:
-    """A good stream with some bytes changed, put in or left out."""
+def spoiled_streams(draw, streams) -> bytes:
+    """A valid stream with some bytes changed, inserted or removed."""
     data = bytearray(draw(streams))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -83,13 +83,13 @@ anything = st.one_of(
     st.binary(max_size=300),
     heads.map(pack_head),
     valid_streams(),
-    spoiled(valid_streams()),
+    spoiled_streams(valid_streams()),
     st.lists(heads.map(pack_head), max_size=4).map(b"".join),
 )
 
 
 class Bytes:
-    """A channel whose other side says `data` and hangs up."""
+    """A channel whose peer sends `data` and hangs up."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at, self._down = data, 0, False
@@ -111,11 +111,11 @@ class Bytes:
 
 class Counter:
     def __init__(self) -> None:
-        self.asked, self.kinds, self.errors, self.done = 0, [], [], threading.Event()
+        self.largest_room, self.kinds, self.errors, self.done = 0, [], [], threading.Event()
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         assert 0 < nbytes <= LIMIT
-        self.asked = max(self.asked, nbytes)
+        self.largest_room = max(self.largest_room, nbytes)
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -145,7 +145,7 @@ def test_a_head_parses_or_is_refused(raw, summed):
     with contextlib.suppress(PeerError):
         head = parse_head(memoryview(raw), LIMIT, summed)
         assert head.nbytes <= LIMIT
-        assert pack_head(head)[:-8] == raw[:-8]  # the last eight are its own checksum
+        assert pack_head(head)[:-8] == raw[:-8]  # the last eight bytes are its checksum
 
 
 @FUZZ
@@ -181,7 +181,7 @@ def test_good_frames_arrive_before_the_end(frames, goodbye, summed):
     st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=200)), min_size=1, max_size=5),
     st.data(),
 )
-def test_of_frames_with_flipped_bits_those_before_arrive_and_no_other(frames, data):
+def test_only_frames_before_a_flipped_bit_arrive(frames, data):
     whole = [packed(i, header, payload, True) for i, (header, payload) in enumerate(frames)]
     sent = bytearray(b"".join(whole))
     flips = data.draw(
@@ -201,7 +201,7 @@ def test_of_frames_with_flipped_bits_those_before_arrive_and_no_other(frames, da
     assert isinstance(got.errors[0], WireError)
 
 
-# The handshake, on a real socket: the listener must stay up for a friend
+# The handshake on a real socket: the listener must keep serving a valid client
 
 
 class Sink:
@@ -248,11 +248,11 @@ def greetings() -> st.SearchStrategy[bytes]:
     st.one_of(
         st.binary(max_size=400),
         greetings(),
-        spoiled(greetings()),
+        spoiled_streams(greetings()),
         st.tuples(greetings(), st.binary(max_size=200)).map(b"".join),
     )
 )
-def test_any_bytes_instead_of_a_client_are_hung_up_on(listener, data):
+def test_a_client_that_sends_any_other_bytes_is_disconnected(listener, data):
     with socket.create_connection(listener.address) as sock:
         sock.settimeout(WAIT_S)
         try:
@@ -269,12 +269,12 @@ def test_any_bytes_instead_of_a_client_are_hung_up_on(listener, data):
     st.one_of(
         st.binary(max_size=400),
         greetings(),
-        spoiled(greetings()),
+        spoiled_streams(greetings()),
         st.tuples(greetings(), st.binary(max_size=100)).map(b"".join),
     ),
     st.booleans(),
 )
-def test_any_bytes_instead_of_a_server_are_a_typed_error(data, with_token):
+def test_a_server_that_sends_any_other_bytes_is_a_typed_error(data, with_token):
     ours, theirs = socket.socketpair()
     token, deadline = TOKEN if with_token else None, time.monotonic() + WAIT_S
     with ours, theirs:
@@ -288,5 +288,5 @@ def test_any_bytes_instead_of_a_server_are_a_typed_error(data, with_token):
         except (PeerError, OSError) as error:
             assert isinstance(handshake.as_peer_error(error, "the server"), PeerError)
         else:
-            raise AssertionError("nobody can prove the token by chance")
+            raise AssertionError("random bytes proved the token")
     assert time.monotonic() < deadline
