@@ -1,4 +1,4 @@
-"""What the network's benchmarks compute rather than measure: floors, growth, what counts as a
+"""Values that the network benchmarks compute rather than measure: floors, growth, and the time of a
 step."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from roadtrain.servers.protocol.prefetch import Prefetcher
 def test_floor_with_buffering_is_one_pull_and_the_last_piece_at_staleness_0() -> None:
     assert scaling.floor_bytes(1000, 1000, 10, 1) == 1000
     assert scaling.floor_bytes(1000, 1000, 10, 0) == 1010
-    assert scaling.floor_bytes(1000, 5000, 10, 1) == 1000  # more room than there is to keep
-    assert scaling.floor_bytes(6, 6, 10, 0) == 12  # a piece is no larger than the whole
+    assert scaling.floor_bytes(1000, 5000, 10, 1) == 1000  # more memory than bytes to keep
+    assert scaling.floor_bytes(6, 6, 10, 0) == 12  # a piece is at most the whole
 
 
 def test_floor_without_buffering_is_two_pulls() -> None:
@@ -27,8 +27,8 @@ def test_floor_without_buffering_is_two_pulls() -> None:
 
 
 @pytest.mark.parametrize(("slots", "kept"), [(2, 400), (4, 800), (8, 1000), (20, 1000)])
-def test_what_is_kept_is_what_the_prefetcher_does_not_pull_twice(slots: int, kept: int) -> None:
-    """5 blocks of 200 bytes, everything pulled in forward; updated once backward has left it."""
+def test_the_prefetcher_pulls_kept_bytes_once(slots: int, kept: int) -> None:
+    """5 blocks of 200 bytes are pulled in forward; each is updated once backward has left it."""
     assert scaling.kept_bytes(1000, 5, slots, 200) == kept
     fetch, pulled = Prefetcher(slots, range(1, 6)), 0
 
@@ -50,7 +50,7 @@ def test_what_is_kept_is_what_the_prefetcher_does_not_pull_twice(slots: int, kep
     assert pulled - before == scaling.floor_bytes(1000, kept, 0, 1)
 
 
-def test_a_step_is_the_mean_of_those_that_count_of_the_slowest_worker() -> None:
+def test_the_time_of_a_step_is_the_mean_of_the_slowest_worker_after_warm_up() -> None:
     late = {"seconds": [9.0] * scaling.WARM_UP + [1.0, 3.0]}
     assert scaling.seconds_of([{"seconds": [9.0] * scaling.WARM_UP + [1.0, 1.0]}, late]) == 2.0
 
@@ -75,8 +75,8 @@ def test_the_goal_of_scaling_is_a_tenth_above_the_floor() -> None:
         assert row.met is met and row.peer is None and row.of_floor == pytest.approx(1 / factor)
 
 
-def test_growth_of_a_worker_is_a_goal_of_the_deepest_only() -> None:
-    def one(blocks: int, peak: float) -> dict[str, Any]:
+def test_growth_of_a_worker_is_a_goal_of_the_deepest_model_only() -> None:
+    def result(blocks: int, peak: float) -> dict[str, Any]:
         return {
             "blocks": blocks,
             "workers": 1,
@@ -89,7 +89,9 @@ def test_growth_of_a_worker_is_a_goal_of_the_deepest_only() -> None:
         }
 
     plain = {blocks: {"peak": 200.0, "training": 200.0, "bare": 1.0} for blocks in (8, 16, 64)}
-    rows = workers.compare([one(8, 100.0), one(16, 120.0), one(64, 106.0)], plain, 512, "96MiB")
+    rows = workers.compare(
+        [result(8, 100.0), result(16, 120.0), result(64, 106.0)], plain, 512, "96MiB"
+    )
     grown = {
         (row.case.split(" blocks")[0][-2:], row.metric.split(": ")[1]): row
         for row in rows

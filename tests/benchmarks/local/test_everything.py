@@ -1,4 +1,4 @@
-"""benchmarks/everything.py: runs all benchmarks and can be interrupted and continued."""
+"""benchmarks/everything.py runs all benchmarks and can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.__main__ import items_of, modules
 from benchmarks.everything import Job, jobs, run_jobs
 from roadtrain.errors import RoadtrainError
 
-# A program in place of a benchmark that counts its starts and writes a result.
+# This program replaces a benchmark, counts its starts and writes a result.
 PROGRAM = """
 import pathlib, subprocess, sys, time
 what, json = sys.argv[1], pathlib.Path(sys.argv[-1])
@@ -29,7 +29,7 @@ sys.exit(what == "bad")
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; one that has may wait for its parent as a zombie."""
+    """Return whether a process still runs; a zombie has ended and waits for its parent."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -46,11 +46,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_item_of_every_benchmark_is_listed() -> None:
-    found = {job.name for job in jobs([], quick=True)}
+    names = {job.name for job in jobs([], quick=True)}
     for name in modules():
-        assert {f"{name}-{item}" for item in items_of(name)} <= found
-        assert name in found or items_of(name)
-    assert {"soak", "soak-sums", "reproduce"} <= found
+        assert {f"{name}-{item}" for item in items_of(name)} <= names
+        assert name in names or items_of(name)
+    assert {"soak", "soak-sums", "reproduce"} <= names
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
@@ -58,7 +58,7 @@ def test_an_unknown_benchmark_is_refused() -> None:
         jobs(["updat"], quick=False)
 
 
-def test_an_item_with_a_file_is_skipped_and_a_failed_one_runs_again(folder: Path) -> None:
+def test_an_item_with_a_file_is_skipped_and_a_failed_item_runs_again(folder: Path) -> None:
     todo = [Job("good", ["program", "good"]), Job("bad", ["program", "bad"])]
     assert run_jobs(todo, folder, "2026-01-01", 60) == ["bad"]
     assert (folder / "good-2026-01-01.json").exists()
@@ -76,7 +76,7 @@ def test_an_item_beyond_its_limit_is_killed_with_its_processes(
     assert "1/1 hang: FAILED, killed at the limit of 3 s" in capsys.readouterr().out
     assert not list(folder.glob("hang-*"))
     child = int((folder / "child").read_text())
-    until = time.monotonic() + 10
-    while is_running(child) and time.monotonic() < until:
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_running(child)

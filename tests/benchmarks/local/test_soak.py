@@ -1,6 +1,6 @@
-"""A fault of `roadtrain soak` of every kind that is over soon: the run goes on with the same bits
-or says why not (Rules 3 and 5), and nothing hangs. And that the soak itself would notice.
-`roadtrain soak` plays all kinds.
+"""Faults of `roadtrain soak`, of each kind that ends soon: the run continues with the same bits or
+reports why it cannot (Rules 3 and 5), and no process hangs. The soak itself detects wrong runs.
+`roadtrain soak` runs all kinds.
 """
 
 import os
@@ -14,7 +14,7 @@ from benchmarks.soak import soak
 from benchmarks.soak.fault import ALONE
 from benchmarks.soak.scene import Hung, Scene, WorkerLog, Wrong
 
-WAITS = {  # for one or several deadlines of the job to pass: seconds each
+WAITS = {  # these wait for deadlines of the job, which takes seconds each
     "another dtype",
     "another model",
     "disk full at the start",
@@ -59,9 +59,9 @@ def test_a_fault_of_every_kind(kinds):
             assert soak.KINDS[end.fault.kind].ends in ("any", end.how), end
 
 
-def test_a_fault_is_the_same_every_time_and_alone():
+def test_a_fault_depends_only_on_seed_and_number():
     assert soak.drawn(3, 17) == soak.drawn(3, 17) != soak.drawn(4, 17)
-    assert len(soak.CYCLE) <= 44  # so any 44 faults in a row have every kind
+    assert len(soak.CYCLE) <= 44  # so any 44 successive faults include every kind
     for first in (0, 7, 100):
         drawn = {soak.drawn(0, number).kind for number in range(first, first + len(soak.CYCLE))}
         assert drawn == set(soak.KINDS) >= WAITS
@@ -96,7 +96,7 @@ LINES = [
         ("1 closed", "Traceback (most recent call last):", "worker1.log has a traceback"),
     ],
 )
-def test_what_is_wrong_is_seen(scene, line, instead, words):
+def test_a_wrong_log_is_detected(scene, line, instead, words):
     text = "\n".join([*LINES, "1 end same", "1 closed", ""])
     for rank in range(2):
         scene.log(rank).write_text(text)
@@ -110,13 +110,13 @@ def test_what_is_wrong_is_seen(scene, line, instead, words):
     return None
 
 
-ONE, TWO, FOUR = (float(n).hex() for n in (1, 2, 4))
+HEX_1, HEX_2, HEX_4 = (float(n).hex() for n in (1, 2, 4))
 ALONE_LINES = [
     "0 job one 0",
-    f"0 1 {TWO} {ONE} 0 1.0",
-    f"0 2 {FOUR} {ONE} 1 2.0",
+    f"0 1 {HEX_2} {HEX_1} 0 1.0",
+    f"0 2 {HEX_4} {HEX_1} 1 2.0",
     "1 job one 1",
-    f"1 2 {FOUR} {ONE} 1 3.0",
+    f"1 2 {HEX_4} {HEX_1} 1 3.0",
     "1 end same",
 ]
 
@@ -140,7 +140,7 @@ ALONE_LINES = [
         ({}, {2: 5.0}, r"metrics.jsonl has \[\(1,"),
     ],
 )
-def test_what_is_wrong_with_who_trains_alone_is_seen(log, metrics, words):
+def test_a_wrong_log_of_a_trainer_alone_is_detected(log, metrics, words):
     with soak_alone.AloneScene(ALONE, 1) as scene:
         scene.attempt = 1
         scene.log(0).write_text("\n".join([*ALONE_LINES, "1 closed", ""]))
@@ -181,7 +181,7 @@ def test_pieces_of_a_soak_make_one_table(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_what_hangs_shows_its_stacks():
+def test_a_hang_shows_the_stacks():
     with Scene("plain", 60) as scene:
         scene.start(deadline_s=50)
         os.kill(scene.servers[0].process.pid, signal.SIGSTOP)
