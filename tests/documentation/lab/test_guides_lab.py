@@ -1,4 +1,4 @@
-"""The examples of the guides that make a lab run as they stand there."""
+"""The examples of the guides that create a lab run as written."""
 
 import pytest
 
@@ -13,11 +13,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(420)]
 @pytest.mark.parametrize(
     "page",
     [
-        # the guide's example makes the same run as the start page's
+        # the example of the guide is the same run as that of the start page
         pytest.param(page, marks=pytest.mark.exhaustive if page in START else (), id=name_of(page))
         for page in PAGES
         if name_of(page) in LAB
     ],
 )
-def test_the_example_runs_and_prints_what_it_says(page, tmp_path):
+def test_the_example_runs_and_prints_the_documented_output(page, tmp_path):
     run_example(page, tmp_path, timeout_s=400)

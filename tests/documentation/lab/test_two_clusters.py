@@ -1,5 +1,5 @@
-"""examples/two-clusters runs as written: its script makes the lab, trains on four hosts over the
-networks that each group shares, goes on where it was, and leaves nothing."""
+"""examples/two-clusters runs as written: its script creates the lab, trains on four hosts over the
+networks that each group shares, continues a run, and leaves no lab behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 def script(run_dir: Path, steps: int) -> str:
-    """What the script prints."""
+    """Run the script and return its output."""
     words = [str(EXAMPLE / "run.sh"), "--run.dir", str(run_dir), "--run.steps", str(steps)]
     for key, value in SMALL.items():
         words += [f"--{key}", str(value)]
@@ -42,25 +42,25 @@ def script(run_dir: Path, steps: int) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(WHY is not None, reason=str(WHY))
-def test_the_script_trains_over_both_clusters_and_goes_on(tmp_path: Path) -> None:
-    said = script(tmp_path / "run", 2)
+def test_the_script_trains_over_both_clusters_and_continues(tmp_path: Path) -> None:
+    out = script(tmp_path / "run", 2)
     for group, network in (
         ("dp stage 0", "infiniband at 100 MB/s (eth0 of a0 a1)"),
         ("dp stage 1", "roce at 75 MB/s (eth0 of b0 b1)"),
         ("activations stage 0 to 1", "ethernet at 6.2 MB/s (eth1 of a0 a1 b0 b1)"),
     ):
-        (line,) = (one for one in said.splitlines() if one.startswith(f"network: {group}"))
+        (line,) = (text for text in out.splitlines() if text.startswith(f"network: {group}"))
         assert network in line
-    said = script(tmp_path / "run", 4)
+    out = script(tmp_path / "run", 4)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-    assert "steps done" in said and "4 of 4" in said
+    assert "steps done" in out and "4 of 4" in out
     homes = Path(tempfile.gettempdir()).glob(f"{PREFIX}*-up-*")
     labs = [json.loads((home / "lab.json").read_text())["file"] for home in homes]
     assert str(EXAMPLE / "lab.toml") not in labs
 
 
-def test_its_lab_and_its_readme_say_the_same() -> None:
+def test_the_readme_of_the_example_matches_its_lab() -> None:
     lab = load_lab(EXAMPLE / "lab.toml")
     hosts = [name for host in lab.hosts for name in host.names]
     readme = (EXAMPLE / "README.md").read_text()

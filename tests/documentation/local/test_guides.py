@@ -1,4 +1,4 @@
-"""The examples of the guides and start pages run as they stand there and print what they say."""
+"""The examples of the guides and start pages run as written and print the documented output."""
 
 import pytest
 
@@ -10,11 +10,11 @@ RUN = [page for page in PAGES if name_of(page) not in LAB]
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("page", RUN, ids=name_of)
-def test_the_example_runs_and_prints_what_it_says(page, tmp_path):
+def test_the_example_runs_and_prints_the_documented_output(page, tmp_path):
     run_example(page, tmp_path)
 
 
-def test_lines_are_compared_but_for_numbers():
+def test_lines_are_compared_apart_from_their_numbers():
     assert lines_match("step 1/6  loss 5.61  980 tokens/s", "step 1/6  loss 5.6  1,200 tokens/s")
     assert lines_match("a step took 4 ms: computing 1 ms", "a step took 1.2 s: ...")
     assert not lines_match("step 1/6  loss 4.10  980 tokens/s", "step 1/6  loss 5.6 ...")
