@@ -1,5 +1,5 @@
-"""The core stands alone (docs/design.md): with every wing and everything on top deleted, the
-README's example trains, and the core's own tests pass."""
+"""The core is independent of the other rooms (docs/design.md): without them the README's example
+trains and the core's own tests pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import roadtrain
 
-HOMES = vars(roadtrain)["_HOMES"]  # where the public names live
+HOMES = vars(roadtrain)["_HOMES"]  # the modules of the public names
 ROOT = Path(__file__).resolve().parents[3]
 SRC = ROOT / "src" / "roadtrain"
 GROUND = ("__init__", "errors", "units", "chunks", "retry", "environment")
@@ -30,25 +30,25 @@ ROOMS = (
     "placement",
 )
 CORE = {"roadtrain", *(f"roadtrain.{name}" for name in (*GROUND, *ROOMS))}
-# they look at the whole tree, or at what all tests import
+# these read the whole tree, or the modules that all tests import
 WHOLE = ("test_size.py", "test_tree.py", "test_fork_server.py")
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules that a test file imports, also in the text of programs that it writes."""
+    """Return the modules that a test file imports, also in programs that it contains as text."""
     text = path.read_text()
-    found = set(re.findall(r"\broadtrain(?:\.\w+)+", text))
+    names = set(re.findall(r"\broadtrain(?:\.\w+)+", text))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module}
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {node.module}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def needs_only_the_core(path: Path) -> bool:
-    """Whether a test file, and the modules of tests/support that it imports, need no other room."""
+    """Return whether a test file and its modules of tests/support need no room beyond the core."""
     helpers = []
     for name in imports_of(path):
         package, _, rest = name.partition(".")
@@ -84,7 +84,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    # one thread: two tests at a time are slowed down tenfold by threads that wait for each other
+    # a single thread: threads of concurrent tests wait for each other and take ten times as long
     environ = {**os.environ, "PYTHONPATH": f"{core / 'src'}:{core}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command],
@@ -98,7 +98,7 @@ def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_readme_example_trains_on_files_and_in_memory(core: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code, count = re.subn(r"(steps_done, )20\)", r"\g<1>6)", code)  # test_readme.py takes all
+    code, count = re.subn(r"(steps_done, )20\)", r"\g<1>6)", code)  # test_readme.py runs all steps
     assert count == 1
     in_memory, count = re.subn(r'store="[^"]*"', "store=roadtrain.Memory()", code)
     assert count == 1
@@ -116,19 +116,19 @@ FEW = """
 from hypothesis import settings
 
 settings.register_profile("few", max_examples=2, deadline=None)
-made = settings.__init__
+original = settings.__init__
 
 
-def few(self, parent=None, **given):
-    given.pop("max_examples", None)  # also where a test asks for more
-    made(self, parent, **given)
+def few(self, parent=None, **options):
+    options.pop("max_examples", None)  # even if a test requests more
+    original(self, parent, **options)
 
 
 settings.__init__ = few
 
 
 def pytest_collection(session):
-    settings.load_profile("few")  # after the tests' conftest has loaded its own
+    settings.load_profile("few")  # after the profile of the tests' conftest
 
 
 def pytest_collection_modifyitems(items):
@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(items):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_tests_of_the_core_pass(core: Path) -> None:
-    """One case of each test reaches the same imports as all; the whole tree's tests run all."""
+    """A single case of each test is enough for its imports; the tests of the whole tree run all."""
     (core / "few.py").write_text(FEW)
     assert len([*core.glob("tests/*/unit/test_*.py")]) >= 30  # else the selection is wrong
     words = [

@@ -1,4 +1,4 @@
-"""The last line of a run of tests (tests/support/not_run.py)."""
+"""The last line of a test run counts the tests that did not run (tests/support/not_run.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = "not run: {} (not root), {} (no no-such-program: apt install some-package
 
 
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "1")])
-def test_the_last_line_sums_all_runs_by_the_first_line_of_their_reasons(
+def test_the_last_line_counts_skips_of_all_runs_by_reason(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "test_these.py").write_text(TESTS)
@@ -38,11 +38,11 @@ def test_the_last_line_sums_all_runs_by_the_first_line_of_their_reasons(
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     for runs in (1, 2):
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "pytest", *words],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
         )
-        assert done.stdout.splitlines()[-1] == LINE.format(2 * runs, runs), done.stdout
+        assert result.stdout.splitlines()[-1] == LINE.format(2 * runs, runs), result.stdout
