@@ -1,5 +1,5 @@
-"""A killed loop with accelerate goes on by the same command, with its scheduler and its loader
-tracked (Rule 3)."""
+"""The same command continues a killed accelerate loop, whose scheduler and loader are tracked (Rule
+3)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.warm_python import warm_python
 
 pytest.importorskip("accelerate")
 SUPPORT = Path(__file__).parents[2] / "support"
-STEPS = 11  # of four batches an epoch
+STEPS = 11  # an epoch has four batches
 
 
 def script(store, kill=0):
-    """The lines of steps, and how the process ended."""
+    """Run the script. Returns its step lines and the completed process."""
     words = [SUPPORT / "accelerate_run.py", store, STEPS, kill]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -28,8 +28,8 @@ def script(store, kill=0):
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on(tmp_path):
-    """Killed in an epoch and at its end, between step() and scheduler.step()."""
+def test_the_same_command_continues_a_killed_run(tmp_path):
+    """The kills are within an epoch and at its end, between step() and scheduler.step()."""
     whole, done = script(tmp_path / "whole")
     assert len(whole) == STEPS, done.stderr
     for kill in (3, 4):

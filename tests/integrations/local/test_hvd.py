@@ -1,5 +1,5 @@
-"""Horovod's and BytePS's calls over the summation service: whole scripts by torchrun, sums that
-stay, training with the bits of DDP's and of plain steps (Rules 1, 2, 5 and 8)."""
+"""Horovod's and BytePS's calls over the summation service: whole scripts under torchrun, sums whose
+results persist, and training with the bits of DDP and of plain steps (Rules 1, 2, 5 and 8)."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.fixture
 def alone():
-    """A world of one, in this process."""
+    """A world of a single worker in this process."""
     hvd.init(budget="64MiB")
     yield
     hvd.shutdown()
@@ -66,7 +66,7 @@ def test_a_script_runs_with_only_its_import_changed(name, pattern):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    lines = [[float(x) for x in found] for found in re.findall(pattern, done.stdout)]
+    lines = [[float(x) for x in match] for match in re.findall(pattern, done.stdout)]
     assert [line[0] for line in lines] == ([20, 40, 60] if name == "horovod" else [10, 20, 30])
     if name == "horovod":
         assert [line[1] for line in lines] == [640, 1280, 1920] and lines[2][2] < lines[0][2]
@@ -78,62 +78,64 @@ def test_a_script_runs_with_only_its_import_changed(name, pattern):
 
 
 def sums(rank):
-    n, found = hvd.size(), {}
+    n, results = hvd.size(), {}
     assert (hvd.rank(), hvd.local_rank(), hvd.local_size()) == (rank, rank, n)
-    one = torch.full((3, 2), float(rank))
-    first = hvd.allreduce(one, name="x")
-    assert (one == rank).all(), "the input stays"
-    second = hvd.allreduce(one + 1, name="x")
+    tensor = torch.full((3, 2), float(rank))
+    first = hvd.allreduce(tensor, name="x")
+    assert (tensor == rank).all(), "the input is unchanged"
+    second = hvd.allreduce(tensor + 1, name="x")
     assert hvd.allreduce(torch.full((9,), 4.0), name="x").tolist() == [4.0] * 9, (
         "a name with another size"
     )
-    # not overwritten by the later
-    found["first"], found["second"] = first.tolist(), second.tolist()
-    found["sum"] = hvd.allreduce(one, op=hvd.Sum).tolist()
-    found["no average"] = hvd.allreduce(one, average=False).tolist()
-    hvd.allreduce_(one, name="y")
-    found["in place"] = one.tolist()
+    # later sums do not overwrite these
+    results["first"], results["second"] = first.tolist(), second.tolist()
+    results["sum"] = hvd.allreduce(tensor, op=hvd.Sum).tolist()
+    results["no average"] = hvd.allreduce(tensor, average=False).tolist()
+    hvd.allreduce_(tensor, name="y")
+    results["in place"] = tensor.tolist()
     strided = torch.arange(6.0).view(2, 3).t() * (rank + 1)
-    found["strided"] = hvd.push_pull_inplace(strided, average=False).tolist()
+    results["strided"] = hvd.push_pull_inplace(strided, average=False).tolist()
     handles = {
         i: hvd.allreduce_async(torch.full((1000,), float(i + rank)), name=f"t{i}")
         for i in (range(8) if rank % 2 else reversed(range(8)))
     }  # in any order
-    found["named"] = [hvd.synchronize(handles[i])[0].item() for i in (5, 0, 7, 1, 2, 6, 3, 4)]
+    results["named"] = [hvd.synchronize(handles[i])[0].item() for i in (5, 0, 7, 1, 2, 6, 3, 4)]
     unnamed = [hvd.push_pull_async(torch.full((5,), float(i * (rank + 1)))) for i in range(4)]
     more = hvd.allreduce(torch.full((5,), 100.0))
-    found["unnamed"] = [hvd.synchronize(handle)[0].item() for handle in unnamed] + [more[0].item()]
-    handle = hvd.push_pull_async_inplace(one := torch.ones(4, dtype=torch.bfloat16), priority=3)
+    results["unnamed"] = [hvd.synchronize(handle)[0].item() for handle in unnamed] + [
+        more[0].item()
+    ]
+    handle = hvd.push_pull_async_inplace(tensor := torch.ones(4, dtype=torch.bfloat16), priority=3)
     while not hvd.poll(handle):
         time.sleep(0.001)
-    assert hvd.synchronize(handle) is one and one.dtype is torch.bfloat16
-    found["int"] = (
+    assert hvd.synchronize(handle) is tensor and tensor.dtype is torch.bfloat16
+    results["int"] = (
         hvd.allreduce(torch.tensor([rank, 7])).tolist(),
         hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item(),
     )
-    found["fp64"] = hvd.allreduce(
+    results["fp64"] = hvd.allreduce(
         torch.tensor(1e-17 + rank, dtype=torch.float64), name="metric"
     ).item()
     hvd.barrier()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_sums_and_averages(n):
     total = n * (n - 1) / 2
     mean = [pytest.approx(total / n)] * 2
-    for found in run(n, sums):
-        assert not isinstance(found, str), found
-        assert found["first"] == [mean] * 3 == found["in place"]
-        assert found["second"] == [[pytest.approx(total / n + 1)] * 2] * 3
-        assert found["sum"] == found["no average"] == [[total] * 2] * 3
+    for results in run(n, sums):
+        assert not isinstance(results, str), results
+        assert results["first"] == [mean] * 3 == results["in place"]
+        assert results["second"] == [[pytest.approx(total / n + 1)] * 2] * 3
+        assert results["sum"] == results["no average"] == [[total] * 2] * 3
         assert (
-            found["strided"] == (torch.arange(6.0).view(2, 3).t() * sum(range(1, n + 1))).tolist()
+            results["strided"] == (torch.arange(6.0).view(2, 3).t() * sum(range(1, n + 1))).tolist()
         )
-        assert found["named"] == pytest.approx([i + total / n for i in (5, 0, 7, 1, 2, 6, 3, 4)])
-        assert found["unnamed"] == pytest.approx([i * (n + 1) / 2 for i in range(4)] + [100])
-        assert found["int"] == ([int(total) // n, 7], int(total))
-        assert found["fp64"] == pytest.approx(total / n + 1e-17, rel=1e-15)
+        assert results["named"] == pytest.approx([i + total / n for i in (5, 0, 7, 1, 2, 6, 3, 4)])
+        assert results["unnamed"] == pytest.approx([i * (n + 1) / 2 for i in range(4)] + [100])
+        assert results["int"] == ([int(total) // n, 7], int(total))
+        assert results["fp64"] == pytest.approx(total / n + 1e-17, rel=1e-15)
 
 
 def test_unnamed_calls_make_no_new_buffers(alone):
@@ -146,7 +148,7 @@ def test_unnamed_calls_make_no_new_buffers(alone):
     assert len(results) == 3
 
 
-def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
+def test_the_format_and_priority_are_passed_to_the_sum(alone, monkeypatch):
     seen, own = [], Summation.sum
 
     def sum(self, number, identity, tensor, *, detail, priority, format):
@@ -157,20 +159,20 @@ def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
     model, optimizer = small(compression=hvd.Compression.bf16)
     backward(model)
     optimizer.step()
-    assert sorted(seen, key=lambda one: one[1]) == [("bf16", i) for i in range(4)]
+    assert sorted(seen, key=lambda call: call[1]) == [("bf16", i) for i in range(4)]
     assert [i // 2 for _, i in seen] == [
         1,
         1,
         0,
         0,
-    ], "the last layer's begin first, the first layer's go first"
+    ], "sums of the last layer start first, and those of the first layer have priority"
     seen.clear()
     C = hvd.Compression
     for compression in (C.none, "", C.fp16, C.topk(0.05), C.onebit, C.dither(4), "onebit"):
         hvd.allreduce(torch.ones(2), compression=compression)
     hvd.push_pull(torch.ones(2, dtype=torch.float16), compression="fp16", priority=5)
-    given = ["", "", "fp16", "topk:0.05", "onebit", "dither:4", "onebit", ""]
-    assert seen == [(format, -5 if i == 7 else 0) for i, format in enumerate(given)]
+    expected = ["", "", "fp16", "topk:0.05", "onebit", "dither:4", "onebit", ""]
+    assert seen == [(format, -5 if i == 7 else 0) for i, format in enumerate(expected)]
     with pytest.raises(ConfigError, match="compression=3"):
         hvd.allreduce(torch.ones(2), compression=3)
 
@@ -179,8 +181,8 @@ def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
 
 
 class Tied(nn.Module):
-    """Weights that belong to two modules, that are used twice, and by the forward of another
-    module (out_proj)."""
+    """A model with weights that belong to two modules, are used twice, or are used by the forward
+    of another module (out_proj)."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +218,7 @@ def batch(tied, step, rank):
 def train(
     rank, how="hvd", make=torch.optim.AdamW, tied=False, passes=1, steps=6, clip=False, **options
 ):
-    """Losses as hexadecimal, the digest of all parameters."""
+    """Train. Returns the losses as hexadecimal numbers and the digest of all parameters."""
     torch.manual_seed(3 if how == "ddp" else 3 + rank)
     model = Tied() if tied else plain_model()
     optimizer = make(model.parameters(), lr=1e-2)
@@ -247,15 +249,15 @@ def train(
         with optimizer.skip_synchronize() if clip and how != "ddp" else contextlib.nullcontext():
             optimizer.step()
         deferred += how == "later" and len(optimizer._deferred._due)
-        scheduler.step()  # what was put off goes by the rate of its own step
+        scheduler.step()  # deferred steps keep their learning rate
         optimizer.zero_grad()
-        if step in (0, 3):  # evaluation sees the newest
+        if step in (0, 3):  # evaluation uses the newest parameters
             model.eval()
             with torch.inference_mode():
                 lines.append(model(batch(tied, 99, 0)[0]).sum().item().hex())
             model.train()
     if how == "later":
-        assert deferred, "steps were put off"
+        assert deferred, "no step was deferred"
         assert bool(optimizer._deferred._due) == ("num_steps" not in options)
     whole = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
     return lines, hashlib.sha256(whole).hexdigest()
@@ -265,8 +267,8 @@ def all_ways(ways, rank):
     return [train(rank, **way) for way in ways]
 
 
-def close(mine, theirs):
-    return [float.fromhex(x) for x in mine] == pytest.approx(
+def close(ours, theirs):
+    return [float.fromhex(x) for x in ours] == pytest.approx(
         [float.fromhex(x) for x in theirs], rel=1e-4
     )
 
@@ -281,38 +283,38 @@ def test_two_workers_train_with_the_bits_of_ddp():
         ({"how": "later", "passes": 2, "num_steps": 6}, {"passes": 2}),
     ]
     ways = [way for ours, theirs in pairs for way in (ours, {**theirs, "how": "ddp"})]
-    found = run(2, partial(all_ways, ways))
+    results = run(2, partial(all_ways, ways))
     for rank in (0, 1):
-        assert not isinstance(found[rank], str), found[rank]
+        assert not isinstance(results[rank], str), results[rank]
         for i, pair in enumerate(pairs):
-            assert found[rank][2 * i] == found[rank][2 * i + 1], (rank, pair)
-    assert len({lines[0][0][0] for lines in found}) == 2, "every worker has other data"
+            assert results[rank][2 * i] == results[rank][2 * i + 1], (rank, pair)
+    assert len({lines[0][0][0] for lines in results}) == 2, "every worker has different data"
 
 
 def test_four_workers_train_as_ddp_to_rounding():
-    found = run(
+    results = run(
         4,
         partial(all_ways, [{"steps": 5}, {"steps": 5, "how": "later"}, {"steps": 5, "how": "ddp"}]),
     )
-    assert not any(isinstance(one, str) for one in found), found
-    assert len({ours[1] for ours, _, _ in found}) == 1, "all workers have the same parameters"
-    for ours, later, theirs in found:
+    assert not any(isinstance(result, str) for result in results), results
+    assert len({ours[1] for ours, _, _ in results}) == 1, "all workers have the same parameters"
+    for ours, later, theirs in results:
         assert close(ours[0], theirs[0]) and later == ours
 
 
-def test_steps_module_by_module_have_the_same_bits_with_shared_and_borrowed_weights():
+def test_deferred_steps_have_the_same_bits_with_shared_weights():
     ways = [
         {"tied": True, "make": make, "how": how}
         for make in (torch.optim.AdamW, torch.optim.NAdam)
         for how in ("hvd", "later")
     ]
-    for found in run(2, partial(all_ways, ways)):
-        assert not isinstance(found, str), found
-        assert found[0] == found[1] and found[2] == found[3]
+    for results in run(2, partial(all_ways, ways)):
+        assert not isinstance(results, str), results
+        assert results[0] == results[1] and results[2] == results[3]
 
 
 def unused(rank):
-    """A gradient that one worker lacks, of a parameter that joins late."""
+    """Step with a parameter group that is added late and has no gradient on worker 0."""
     model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
     with torch.no_grad():
         for p in model.parameters():
@@ -340,14 +342,14 @@ def without_waiting(rank):
         model.weight.fill_(1.0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     seen = []
-    for _ in range(4 + 3 * rank):  # not as many on all
-        # a gradient that does not depend on where it is taken
+    for _ in range(4 + 3 * rank):  # the number differs between workers
+        # the gradient does not depend on the parameters
         (model.weight * (rank + 1.0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         seen.append(model.weight[0, 0].item())
     assert hvd.allreduce(torch.ones(1), name="metric").item() == 1.0, (
-        "other sums are what they were; all are done"
+        "other sums work as before, and all steps are complete"
     )
     with torch.no_grad():
         model.weight.grad = torch.zeros_like(model.weight)
@@ -359,18 +361,20 @@ def without_waiting(rank):
 
 
 def test_asynchronous_training_has_every_workers_changes():
-    """w = w0 + all changes, whoever was first (the published equations 10 and 11)."""
-    (one, seen), (two, _) = run(2, without_waiting, rule="accumulate")
-    assert one == two == [[1.0 - 0.5 * (4 * 1.0 + 7 * 2.0)] * 3] * 2
-    assert all(a > b for a, b in pairwise(seen)), "its own change is always in"
+    """w = w0 + all changes, in any order (the published equations 10 and 11)."""
+    (first, seen), (second, _) = run(2, without_waiting, rule="accumulate")
+    assert first == second == [[1.0 - 0.5 * (4 * 1.0 + 7 * 2.0)] * 3] * 2
+    assert all(a > b for a, b in pairwise(seen)), "a worker always sees its own change"
 
 
 def encoded(rank):
     torch.manual_seed(rank)
     tensor = torch.randn(5000)
     return [
-        hvd.allreduce(tensor.clone(), name=f"{one}", compression=one, op=hvd.Sum).sum().item()
-        for one in (
+        hvd.allreduce(tensor.clone(), name=f"{compression}", compression=compression, op=hvd.Sum)
+        .sum()
+        .item()
+        for compression in (
             hvd.Compression.none,
             hvd.Compression.bf16,
             hvd.Compression.fp16,
@@ -379,11 +383,11 @@ def encoded(rank):
     ]
 
 
-def test_compressed_sums_are_near():
-    one, two = run(2, encoded)
-    assert one == two and len({*one}) == 4, "each travels its own way"
-    assert one[1:3] == pytest.approx([one[0]] * 2, abs=2.0) and one[3] == pytest.approx(
-        one[0], abs=20
+def test_compressed_sums_are_close():
+    first, second = run(2, encoded)
+    assert first == second and len({*first}) == 4, "each format rounds differently"
+    assert first[1:3] == pytest.approx([first[0]] * 2, abs=2.0) and first[3] == pytest.approx(
+        first[0], abs=20
     )
 
 
@@ -393,7 +397,7 @@ def broadcasts(rank):
     hvd.broadcast_parameters(model.state_dict(), root_rank=1)
     hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + rank, betas=(0.5 + rank / 10, 0.9))
-    if rank == 1:  # only root has any
+    if rank == 1:  # only the root has a state
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
     hvd.broadcast_parameters(model.state_dict(), root_rank=1)
@@ -409,43 +413,43 @@ def broadcasts(rank):
         3: torch.tensor([rank, 4], dtype=torch.int16),
         "e": torch.empty(0, 2),
     }
-    told = hvd.broadcast_object(value if rank == 1 else None, root_rank=1)
-    assert told.pop(3).tolist() == [1, 4] and told.pop("e").shape == (0, 2)
+    received = hvd.broadcast_object(value if rank == 1 else None, root_rank=1)
+    assert received.pop(3).tolist() == [1, 4] and received.pop("e").shape == (0, 2)
     strided = torch.full((3, 2), float(rank)).t()
     assert (hvd.broadcast(strided, 1) == 1).all() and (strided == rank).all()
     assert (hvd.broadcast_(strided, 1) == 1).all() and (strided == 1).all()
-    refused = []
+    messages = []
     for attempt in (
         lambda: hvd.broadcast_object(object(), root_rank=1),
         lambda: hvd.broadcast_parameters(nn.Linear(3, 2 + rank).state_dict(), root_rank=0),
     ):
         with pytest.raises(ConfigError) as error:
             attempt()
-        refused.append(str(error.value))
-    return [p.tolist() for p in model.state_dict().values()], state, group, told, refused
+        messages.append(str(error.value))
+    return [p.tolist() for p in model.state_dict().values()], state, group, received, messages
 
 
-def test_broadcasts_give_every_worker_what_root_has():
-    found = run(2, broadcasts)
-    assert not isinstance(found[0], str), found[0]
-    assert found[0][:4] == found[1][:4]
-    parameters, state, group, told, _ = found[0]
+def test_broadcasts_give_every_worker_the_values_of_the_root():
+    results = run(2, broadcasts)
+    assert not isinstance(results[0], str), results[0]
+    assert results[0][:4] == results[1][:4]
+    parameters, state, group, received, _ = results[0]
     assert (
         len(state) == 4 * 3
         and group["lr"] == 1.1
         and group["betas"] == (0.6, 0.9)
         and group["foreach"] is None
     )
-    assert told == {"a": [1, 2.5, None, (True, b"x")]} and parameters
+    assert received == {"a": [1, 2.5, None, (True, b"x")]} and parameters
     for rank in (0, 1):
-        assert "worker 1 has a value that cannot be broadcast" in found[rank][4][0]
-    assert "another worker" in found[0][4][1] and re.search(r"\[3\].*\[2\]", found[1][4][1])
+        assert "worker 1 has a value that cannot be broadcast" in results[rank][4][0]
+    assert "another worker" in results[0][4][1] and re.search(r"\[3\].*\[2\]", results[1][4][1])
 
 
 # errors
 
 
-def test_nothing_works_before_init():
+def test_calls_before_init_are_refused():
     for call in (
         hvd.rank,
         hvd.size,
@@ -458,7 +462,7 @@ def test_nothing_works_before_init():
     ):
         with pytest.raises(ConfigError, match=r"not initialized[\s\S]*call init\(\) first"):
             call()
-    hvd.shutdown()  # nothing to end
+    hvd.shutdown()  # a shutdown without init is allowed
 
 
 def small(make=torch.optim.SGD, **options):
@@ -470,7 +474,7 @@ def backward(model):
     model(torch.ones(1, 2)).sum().backward()
 
 
-def test_what_a_loop_must_not_do(alone):
+def test_misuse_in_a_loop_is_an_error(alone):
     model, optimizer = small()
     backward(model)
     with pytest.raises(LoopError, match=r"zero_grad\(\) was called during the sums of 4"):
@@ -494,8 +498,8 @@ def test_what_a_loop_must_not_do(alone):
         hvd.synchronize(handle)
 
 
-def test_a_weight_used_without_its_module_is_told(alone):
-    """Seen to be called first, then not: its update would come too late."""
+def test_a_weight_used_without_its_module_is_an_error(alone):
+    """The module was called in the first step but not later, so its update would be too late."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = hvd.CrossBarrier(
         model, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
@@ -513,7 +517,7 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_cannot_be_distributed(alone):
+def test_unsupported_models_and_options_are_refused(alone):
     model = nn.Embedding(4, 2, sparse=True)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1))
     with pytest.raises(ConfigError, match="sparse"):
@@ -556,15 +560,15 @@ def test_a_closure_is_summed_before_the_step(alone):
 
 
 def late(later, failed, rank):
-    """The second worker trains no more, and leaves once `failed` is there."""
+    """Fail a sum because worker 1 does not train; it leaves once the file `failed` exists."""
     model = nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model=model if later else None
     )
     if rank == 1:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not failed.exists():
-            assert time.monotonic() < until, "the first worker's sum does not fail"
+            assert time.monotonic() < deadline, "the first worker's sum does not fail"
             time.sleep(0.02)
         return None
     backward(model)
@@ -575,7 +579,7 @@ def late(later, failed, rank):
             model(torch.ones(1, 2))
     finally:
         failed.touch()
-    optimizer._deferred = None  # shutdown() would raise it again
+    optimizer._deferred = None  # shutdown() would raise the error again
     return error.value.__notes__
 
 
@@ -588,7 +592,7 @@ def test_a_failed_sum_raises_its_own_error(later, tmp_path):  # Rule 5
     )
 
 
-def test_shutdown_applies_what_was_put_off(alone):
+def test_shutdown_applies_deferred_steps(alone):
     model = nn.Linear(2, 1)
     before = model.weight.tolist()
     optimizer = hvd.CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=1.0))

@@ -1,8 +1,8 @@
-"""Trainers of other libraries on a placed model, beside themselves without it: losses, checkpoints,
-resuming.
+"""Trainers of other libraries on a placed model, compared with the same trainers on a plain model:
+losses, checkpoints and resuming.
 
-Where the optimizer is SGD by a power of two and nothing clips, every bit is torch's; else what is
-printed is the same.
+With SGD, a power of two as learning rate and no clipping, every bit equals torch's; otherwise the
+printed values are equal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from roadtrain.errors import ConfigError, LoopError
 from roadtrain.integrations.huggingface import Placed, groups_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-tqdm.tqdm.monitor_interval = 0  # no thread of its own
+tqdm.tqdm.monitor_interval = 0  # no monitor thread
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 QUIET = {"host_budget": "128MiB", "report": lambda _: None}
-REST = pytest.mark.exhaustive  # more cells of what the others show
+REST = pytest.mark.exhaustive  # further combinations of options
 EXACT = {"optimizer": torch.optim.SGD, "lr": 0.125}
 
 
@@ -60,7 +60,7 @@ def batch(step):
 
 
 def printed(history):
-    """As the Trainer prints its log."""
+    """Return the lines of a log with the precision at which the Trainer prints."""
     return [
         f"{entry['loss']:.4g} {entry['learning_rate']:.4g} {entry.get('grad_norm', 0.0):.4g}"
         for entry in history
@@ -68,11 +68,11 @@ def printed(history):
     ]
 
 
-def trained(model, where, steps=8, placed=None, resume=None, **options):
-    """A Trainer's log, its model, and its optimizer."""
-    asked = {"learning_rate": 1e-2, "weight_decay": 0.1, "optim": "adamw_torch", **options}
+def trained(model, directory, steps=8, placed=None, resume=None, **options):
+    """Train with a Trainer. Returns its log, model and optimizer."""
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.1, "optim": "adamw_torch", **options}
     args = transformers.TrainingArguments(
-        output_dir=where,
+        output_dir=directory,
         max_steps=steps,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -82,10 +82,10 @@ def trained(model, where, steps=8, placed=None, resume=None, **options):
         use_cpu=True,
         disable_tqdm=True,
         seed=7,
-        **asked,
+        **settings,
     )
-    line = {} if placed is None else {"optimizer_cls_and_kwargs": (Placed, {**placed, **QUIET})}
-    trainer = transformers.Trainer(model, args, train_dataset=rows(), **line)
+    placing = {} if placed is None else {"optimizer_cls_and_kwargs": (Placed, {**placed, **QUIET})}
+    trainer = transformers.Trainer(model, args, train_dataset=rows(), **placing)
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
@@ -103,16 +103,16 @@ def trained(model, where, steps=8, placed=None, resume=None, **options):
         for store, where in ((False, "RAM"), (True, "files"))
     ],
 )
-def test_the_trainer_prints_what_it_prints_without(tmp_path, store, tied):
-    """Clipping at 1.0, accumulation, weight decay and a falling rate included."""
+def test_the_trainer_logs_the_same_as_without_placement(tmp_path, store, tied):
+    """This includes clipping at 1.0, accumulation, weight decay and a falling learning rate."""
     plain, model, optimizer = trained(llama(tied), tmp_path / "plain")
     options = {
         "optimizer": torch.optim.AdamW,
         "lr": 1e-2,
         "store": tmp_path / "store" if store else None,
     }
-    mine, _, placed = trained(llama(tied), tmp_path / "placed", placed=options)
-    assert printed(mine) == printed(plain) and len(printed(plain)) == 8
+    ours, _, placed = trained(llama(tied), tmp_path / "placed", placed=options)
+    assert printed(ours) == printed(plain) and len(printed(plain)) == 8
     assert all(float(line.split()[2]) > 1 for line in printed(plain)), "nothing was clipped"
     groups = [
         [(len(g["params"]), g["weight_decay"], g["betas"], g["eps"]) for g in o.param_groups]
@@ -130,22 +130,22 @@ def test_the_trainer_prints_what_it_prints_without(tmp_path, store, tied):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_trainer_has_torchs_bits(tmp_path, bf16):
-    asked = {
+def test_the_trainer_has_the_bits_of_torch(tmp_path, bf16):
+    settings = {
         "bf16": bf16,
         "max_grad_norm": 0.0,
         "weight_decay": 0.0,
         "learning_rate": 0.125,
         "lr_scheduler_type": "constant",
     }
-    plain, model, _ = trained(llama(), tmp_path / "plain", **asked, optim="sgd")
-    mine, placed_model, _ = trained(
-        llama(), tmp_path / "placed", placed={**EXACT, "store": tmp_path / "s"}, **asked
+    plain, model, _ = trained(llama(), tmp_path / "plain", **settings, optim="sgd")
+    ours, placed_model, _ = trained(
+        llama(), tmp_path / "placed", placed={**EXACT, "store": tmp_path / "s"}, **settings
     )
-    losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (plain, mine)]
+    losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (plain, ours)]
     assert losses[0] == losses[1] and len(losses[0]) == 8
-    found = placed_model.state_dict()  # of a closed optimizer, from its files
-    assert all(torch.equal(found[n], v) for n, v in model.state_dict().items())
+    values = placed_model.state_dict()  # read from the files of a closed optimizer
+    assert all(torch.equal(values[n], v) for n, v in model.state_dict().items())
     checkpoint = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path / "placed" / "checkpoint-8"
     ).state_dict()
@@ -153,42 +153,42 @@ def test_the_trainer_has_torchs_bits(tmp_path, bf16):
 
 
 def test_the_trainer_resumes_from_ram(tmp_path):
-    asked = {"lr_scheduler_type": "constant"}
-    whole, _, _ = trained(llama(), tmp_path / "all", steps=8, placed={"lr": 1e-2}, **asked)
+    settings = {"lr_scheduler_type": "constant"}
+    whole, _, _ = trained(llama(), tmp_path / "all", steps=8, placed={"lr": 1e-2}, **settings)
     last = tmp_path / "all" / "checkpoint-4"
-    mine, _, placed = trained(
-        llama(seed=3), tmp_path / "run", resume=str(last), placed={"lr": 1e-2}, **asked
+    ours, _, placed = trained(
+        llama(seed=3), tmp_path / "run", resume=str(last), placed={"lr": 1e-2}, **settings
     )
     both = [
         [(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e]
-        for log in (mine, whole)
+        for log in (ours, whole)
     ]
     assert both[0] == both[1] and len(both[0]) == 8 and placed.steps_done == 8
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_trainer_resumes_its_checkpoint(tmp_path, whole):
-    """With the store that it refers to; a whole one also with an empty store, at any step. The
-    same bits on."""
-    asked = {"lr_scheduler_type": "constant"}
+    """A checkpoint needs the store that it refers to; a whole checkpoint also works with an empty
+    store, at any step. The resumed run has the same bits."""
+    settings = {"lr_scheduler_type": "constant"}
     options = {"lr": 1e-2, "whole_checkpoints": whole}
     plain, _, _ = trained(
-        llama(), tmp_path / "all", steps=12, placed={**options, "store": tmp_path / "a"}, **asked
+        llama(), tmp_path / "all", steps=12, placed={**options, "store": tmp_path / "a"}, **settings
     )
-    trained(llama(), tmp_path / "run", placed={**options, "store": tmp_path / "s"}, **asked)
+    trained(llama(), tmp_path / "run", placed={**options, "store": tmp_path / "s"}, **settings)
     store = tmp_path / ("other" if whole else "s")
     last = tmp_path / "run" / f"checkpoint-{4 if whole else 8}"
-    mine, _, placed = trained(
+    ours, _, placed = trained(
         llama(seed=3),
         tmp_path / "run",
         steps=12,
         resume=str(last),
         placed={**options, "store": store},
-        **asked,
+        **settings,
     )
     both = [
         [(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e]
-        for log in (mine, plain)
+        for log in (ours, plain)
     ]
     assert both[0] == both[1] and len(both[0]) == 12 and placed.steps_done == 12
     with pytest.raises(LoopError, match=r"step 4 .* step 12.*\n?.*Nothing was changed"):
@@ -198,11 +198,11 @@ def test_the_trainer_resumes_its_checkpoint(tmp_path, whole):
             steps=12,
             resume=str(tmp_path / "run" / "checkpoint-4"),
             placed={**options, "store": store},
-            **asked,
+            **settings,
         )
 
 
-def test_placed_elsewhere():
+def test_placed_works_without_a_trainer():
     model = llama()
     placed = Placed()(model, lr=1e-2, weight_decay=0.25, **QUIET)
     with placed:
@@ -221,8 +221,11 @@ def test_placed_elsewhere():
 
 
 def accelerated(tmp_path, place, saved=None, seed=0, steps=range(6), clip=True):
-    """A loop as accelerate's own guide has it; losses, the model and the optimizer. `saved`:
-    where a state is saved (after step 3), or loaded from where the loop does not begin at 0."""
+    """Run the loop of accelerate's own guide. Returns the losses and the state of the model.
+
+    saved: Directory in which a state is saved after step 3, or from which it is loaded if the loop
+        does not begin at step 0.
+    """
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -266,10 +269,10 @@ def accelerated(tmp_path, place, saved=None, seed=0, steps=range(6), clip=True):
         for store, where in ((False, "RAM"), (True, "files"))
     ],
 )
-def test_accelerate_as_without(tmp_path, store, clip):
+def test_accelerate_trains_as_without_placement(tmp_path, store, clip):
     plain, model = accelerated(tmp_path, None, clip=clip)
-    mine, placed = accelerated(tmp_path, {"store": tmp_path / "s" if store else None}, clip=clip)
-    assert mine == plain and list(model) == list(placed)
+    ours, placed = accelerated(tmp_path, {"store": tmp_path / "s" if store else None}, clip=clip)
+    assert ours == plain and list(model) == list(placed)
     assert clip or all(torch.equal(placed[n], v) for n, v in model.items())
 
 
@@ -321,10 +324,10 @@ def lora_steps(model, optimizer, steps):
 
 def test_the_trainer_trains_adapters(tmp_path):
     plain, _, _ = trained(adapted(), tmp_path / "plain")
-    mine, _, _ = trained(
+    log, _, _ = trained(
         adapted(), tmp_path / "placed", placed={"lr": 1e-2, "store": tmp_path / "s"}
     )
-    assert printed(mine) == printed(plain)
+    assert printed(log) == printed(plain)
     theirs, ours = (
         peft.utils.load_peft_weights(str(tmp_path / d / "checkpoint-8"), device="cpu")
         for d in ("plain", "placed")
@@ -338,8 +341,8 @@ def test_the_trainer_trains_adapters(tmp_path):
     ("store", "more"), [(False, None), pytest.param(True, None, marks=REST), (True, ["lm_head"])]
 )
 def test_adapters_of_a_streamed_base(tmp_path, store, more):
-    """The base is frozen and fetched as it runs; adapters train, are saved by PEFT, and load
-    again."""
+    """The base is frozen and fetched during the forward; adapters are trained, saved by PEFT and
+    loaded again."""
     plain = adapted(more)
     losses = lora_steps(
         plain, torch.optim.SGD(plain.parameters(), lr=0.125, foreach=False), range(4)
@@ -357,15 +360,15 @@ def test_adapters_of_a_streamed_base(tmp_path, store, more):
     few = {name: state[name] for name in state if "lora_" in name or "modules_to_save" in name}
     model.save_pretrained(tmp_path / "few", state_dict=few)
     assert len(read) == len(few) == 12 + bool(more), (
-        "nobody reads the base where only names are looked at"
+        "the base is read although only names are needed"
     )
     plain.save_pretrained(tmp_path / "theirs")
-    mine, fewer, theirs = (
+    ours, fewer, theirs = (
         peft.utils.load_peft_weights(str(tmp_path / d), device="cpu")
         for d in ("adapter", "few", "theirs")
     )
-    assert mine.keys() == fewer.keys() == theirs.keys() and len(theirs) == 12 + bool(more)
-    assert all(torch.equal(mine[n], v) and torch.equal(fewer[n], v) for n, v in theirs.items())
+    assert ours.keys() == fewer.keys() == theirs.keys() and len(theirs) == 12 + bool(more)
+    assert all(torch.equal(ours[n], v) and torch.equal(fewer[n], v) for n, v in theirs.items())
     now, then = peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(plain)
     assert all(torch.equal(now[n], v) for n, v in then.items()) and now.keys() == then.keys()
     for merge in (
@@ -389,8 +392,8 @@ lightning = pytest.importorskip("lightning")
 
 
 class Lit(lightning.LightningModule):
-    """`place`: its options, None for plain training. With SGD the whole is placed, else its
-    model."""
+    """place: Options of `place`, None for plain training. With SGD the whole module is placed, else
+    its model."""
 
     def __init__(self, place=None, sgd=False, seed=0):
         super().__init__()
@@ -421,7 +424,7 @@ def fitted(where, module, steps, resume=None, clip=1.0):
         where, every_n_train_steps=2, save_top_k=-1
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own: few workers, old names
+        warnings.simplefilter("ignore")  # warnings of Lightning: few workers, old names
         trainer = lightning.Trainer(
             max_steps=steps,
             accelerator="cpu",
@@ -462,7 +465,7 @@ def test_lightning_trains_saves_and_loads(tmp_path, exact):
         losses
     ) == 12
     later.placed.close()
-    anew = Lit(store, exact)  # a killed run, by the same command
+    anew = Lit(store, exact)  # the same command after a kill
     with pytest.raises(
         LoopError, match="Lightning's Trainer is at step 0, but the store is at step 6"
     ):

@@ -1,5 +1,5 @@
-"""A killed run of Hugging Face's Trainer goes on by the same command: losses, logged means, schedule
-and the order of the data are those of a run that was not killed (Rule 3)."""
+"""The same command continues a killed run of Hugging Face's Trainer: losses, logged means, schedule
+and the order of the data are those of an undisturbed run (Rule 3)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def script(home, **options):
-    """The lines of steps and means, and how the process ended."""
+    """Run the script. Returns its lines of steps and means, and the completed process."""
     words = [SUPPORT / "trainer_run.py", home / "store", home / "out", json.dumps(options)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["OMP_NUM_THREADS"] = "1"
@@ -33,20 +33,20 @@ def script(home, **options):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The lines of a run that is not killed, of some options."""
+    """`whole(**options)` returns the lines of an undisturbed run."""
 
     @functools.cache
-    def of(**options):
+    def run_once(**options):
         lines, done = script(tmp_path_factory.mktemp("whole"), **options)
         assert done.returncode == 0, done.stderr
         assert sum(line.startswith("step") for line in lines) == 12
         return lines
 
-    return of
+    return run_once
 
 
-def goes_on(home, expected, kill, **options):
-    """The step it was killed in is taken again at most."""
+def kill_and_continue(home, expected, kill, **options):
+    """Kill a run and continue it, which repeats at most the step of the kill."""
     first, done = script(home, kill=kill, **options)
     assert done.returncode == -signal.SIGKILL, done.stderr
     resume = options.pop("resume_after", None)
@@ -62,34 +62,34 @@ def goes_on(home, expected, kill, **options):
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
-        ((10,), {}),  # at the end of an epoch: five steps are one
+        ((10,), {}),  # at the end of an epoch of five steps
         ((4,), {"accumulate": 2}),
         pytest.param((7,), {"seedable": False}, marks=pytest.mark.exhaustive),
         pytest.param((3, 5, 6, 9), {}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
-def test_the_same_command_goes_on(tmp_path, whole, kills, options):
+def test_the_same_command_continues_a_killed_run(tmp_path, whole, kills, options):
     expected = whole(**options)
     for kill in kills:
-        goes_on(tmp_path / str(kill), expected, kill, **options)
+        kill_and_continue(tmp_path / str(kill), expected, kill, **options)
 
 
 @pytest.mark.slow
-def test_a_command_that_resumes_from_its_last_checkpoint_goes_on(tmp_path, whole):
-    """The checkpoint is of step 4, the store further."""
+def test_a_command_that_resumes_its_last_checkpoint_continues(tmp_path, whole):
+    """The checkpoint is of step 4, and the store is at a later step."""
     expected = whole()
     home = tmp_path / "killed"
-    goes_on(home, expected, 7, resume_after=True)
-    assert script(home, resume=True)[0] == []  # it is done
-    # a checkpoint that is not the last one means to go back, which the store cannot
+    kill_and_continue(home, expected, 7, resume_after=True)
+    assert script(home, resume=True)[0] == []  # all steps are done
+    # an earlier checkpoint would rewind the run, which the store cannot
     _, done = script(home, resume=str(home / "out" / "checkpoint-4"))
     assert done.returncode and "Nothing was changed" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_store_that_no_trainer_has_trained_is_refused(tmp_path):
-    """Its values would be trained on with a count, a schedule and data from the beginning."""
+def test_a_store_without_progress_of_a_trainer_is_refused(tmp_path):
+    """Its values would be trained with a step count, schedule and data from the beginning."""
     (tmp_path / "plain.py").write_text(
         (SUPPORT / "trainer_run.py")
         .read_text()
