@@ -1,5 +1,5 @@
-"""bench devices, small: exact bytes over the interconnect, ours ahead from 4 devices on,
-nothing left behind."""
+"""bench devices, small: exact bytes over the interconnect, roadtrain ahead from 4 devices on, and
+no remains."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 @pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 @pytest.mark.exhaustive
-def test_ours_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
+def test_roadtrain_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
     before = (
         threading.active_count(),
         len(os.listdir("/proc/self/fd")),
         Path("/proc/self/cgroup").read_text(),
     )
-    # asserts the bytes of every phase, and equal parameters
+    # the benchmark asserts the bytes of every phase and equal parameters
     report = devices.run(quick=True, directory=str(tmp_path))
     phases = {row.case: row for row in report.rows if row.metric == "update phase"}
     for case in (
@@ -47,7 +47,7 @@ def test_ours_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
     ) == before
 
 
-def test_without_a_lab_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lab_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "lab_available", lambda: "not root")
     with pytest.raises(RoadtrainError, match="not root"):
         devices.run(quick=True)

@@ -1,5 +1,5 @@
-"""Hosts of the emulated network: their CPUs, names and NICs' counters, and what breaks them on
-purpose: a one-way firewall, an MTU that the path does not carry."""
+"""Hosts of the emulated network: their CPUs, names and NIC counters, and deliberate faults: a
+one-way firewall, and an MTU that exceeds that of the path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SRC = Path(__file__).parents[3] / "src"
 ENV = os.environ | {"PYTHONPATH": str(SRC)}
 FAST = 50e6
 
-# Begin and end of each half second, and the CPU time that the process itself used in it: the
+# Prints begin and end of each half second, and the CPU time of the process in it, because the
 # machine may be busy.
 BURN = """
 import time
@@ -77,7 +77,7 @@ def python(host: LabHost, code: str, *argv: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def server() -> Iterator[list[subprocess.Popen[str]]]:
-    """Servers that a test started."""
+    """The servers started by a test."""
     started: list[subprocess.Popen[str]] = []
     yield started
     for process in started:
@@ -91,9 +91,9 @@ def serve(host: LabHost, started: list[subprocess.Popen[str]]) -> None:
 
 
 def send(host: LabHost, to: str, nbytes: int, timeout_s: float = 20.0) -> int | str:
-    """How many bytes the server says it got, or why not."""
-    said, why = python(host, SEND, to, str(nbytes), str(timeout_s)).communicate(timeout=60)
-    return int(said) if said else why.splitlines()[-1]
+    """Send and return the byte count that the server reports, or the error."""
+    count, error = python(host, SEND, to, str(nbytes), str(timeout_s)).communicate(timeout=60)
+    return int(count) if count else error.splitlines()[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -107,26 +107,28 @@ def nothing_left() -> Iterator[None]:
 def windows(
     process: subprocess.Popen[str], after: float, count: int = 2, share: float = 0.0
 ) -> list[tuple[float, float, float]]:
-    """(begin, end, CPU seconds) of `count` windows that began after that time, and of more until
-    one of them has more than this share of a CPU, or 30 s are over."""
+    """Return (begin, end, CPU seconds) of at least `count` windows that began after `after`.
+
+    More windows are read until a window has more than `share` of a CPU or 30 s are over.
+    """
     assert process.stdout is not None
-    found, best, deadline = list[tuple[float, float, float]](), 0.0, time.monotonic() + 30
-    while len(found) < count or (best <= share and time.monotonic() < deadline):
+    spans, best, deadline = list[tuple[float, float, float]](), 0.0, time.monotonic() + 30
+    while len(spans) < count or (best <= share and time.monotonic() < deadline):
         begin, end, used = map(float, process.stdout.readline().split())
         if begin > after:
-            found.append((begin, end, used))
+            spans.append((begin, end, used))
             best = max(best, used / (end - begin))
-    return found
+    return spans
 
 
-def keep_to(limit: float, *found: tuple[float, float, float]) -> bool:
-    """Whether all of them together used no more CPU time than the limit, and a period's more."""
-    span_s = max(end for _, end, _ in found) - min(begin for begin, _, _ in found)
-    return sum(used for _, _, used in found) <= 1.05 * limit * (span_s + PERIOD_S)
+def keep_to(limit: float, *spans: tuple[float, float, float]) -> bool:
+    """Return whether the windows together used at most the limit and the share of one period."""
+    span_s = max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
+    return sum(used for _, _, used in spans) <= 1.05 * limit * (span_s + PERIOD_S)
 
 
-def best_share(found: list[tuple[float, float, float]]) -> float:
-    return max(used / (end - begin) for begin, end, used in found)
+def best_share(spans: list[tuple[float, float, float]]) -> float:
+    return max(used / (end - begin) for begin, end, used in spans)
 
 
 @needs_network
@@ -147,7 +149,7 @@ def test_a_limit_of_cpus_holds_and_changes_while_processes_run() -> None:
             a.set_cpus(0.01)
     for process in (burner, two):
         process.communicate()
-    # a busy machine may give less than the limit, never more than it and a period's share
+    # a busy machine may give less than the limit, but never more than it and one period's share
     assert all(keep_to(0.2, window) for window in at_first), at_first
     assert best_share(at_first) > 0.1, at_first
     assert all(keep_to(0.1, window) for window in later), later
@@ -155,7 +157,7 @@ def test_a_limit_of_cpus_holds_and_changes_while_processes_run() -> None:
     assert keep_to(0.1, *together), together
 
 
-def test_cpus_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_cpu_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="hosts that do not exist: c"):
         Network({"a": [LabNic(1)]}, cpus={"c": 1})
     with pytest.raises(ConfigError, match="0 CPUs for a host"):
@@ -167,7 +169,7 @@ def test_cpus_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_network
 @needs_cpus
-def test_sweep_removes_the_group_that_a_killed_process_left() -> None:
+def test_sweep_removes_the_group_of_a_killed_process() -> None:
     code = """
 import os, time
 from roadtrain.lab import Network, LabNic
@@ -184,7 +186,7 @@ with Network({"a": [LabNic(1e6)]}, cpus={"a": 0.5}) as network:
         deadline = time.monotonic() + 5
         while not (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (group / "cgroup.procs").read_text(), "nothing is in it"
+        assert (group / "cgroup.procs").read_text(), "the group is empty"
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert str(group) in sweep() and not group.exists()
@@ -210,34 +212,34 @@ def test_counters_of_a_nic_are_the_bytes_of_the_user(
 
 
 @needs_network
-def test_a_firewall_that_lets_one_direction_pass(server: list[subprocess.Popen[str]]) -> None:
-    """Datagrams show the direction; a connection, which needs both, times out as it does behind a
-    firewall, and is not refused."""
-    hear = """
+def test_a_firewall_can_block_a_single_direction(server: list[subprocess.Popen[str]]) -> None:
+    """Datagrams show the direction. A connection needs both directions: it times out, as behind a
+    firewall, rather than being refused."""
+    receive_code = """
 import socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
-    ear.bind(("0.0.0.0", 5001))
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    sock.bind(("0.0.0.0", 5001))
     print("ready", flush=True)
-    ear.settimeout(float(input()))
+    sock.settimeout(float(input()))
     try:
-        print(ear.recv(99).decode())
+        print(sock.recv(99).decode())
     except TimeoutError:
         print("nothing")
 """
-    say = "import socket, sys; s = socket.socket(type=socket.SOCK_DGRAM); s.sendto(b'hi', (sys.argv[1], 5001))"
+    send_code = "import socket, sys; s = socket.socket(type=socket.SOCK_DGRAM); s.sendto(b'hi', (sys.argv[1], 5001))"
 
-    def heard(start: LabHost, end: LabHost, within_s: float = 30.0) -> str:
-        """What has come that long after it was sent."""
-        hearer = python(end, hear)
-        assert hearer.stdout is not None and hearer.stdout.readline() == "ready\n"
-        assert python(start, say, end.name).communicate()[1] == ""
-        return hearer.communicate(f"{within_s}\n")[0].strip()
+    def datagram(start: LabHost, end: LabHost, within_s: float = 30.0) -> str:
+        """Return the datagram that arrives within `within_s` of its sending."""
+        receiver = python(end, receive_code)
+        assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        assert python(start, send_code, end.name).communicate()[1] == ""
+        return receiver.communicate(f"{within_s}\n")[0].strip()
 
     with Network({name: [LabNic(FAST)] for name in "abc"}) as network:
         a, b, c = network.hosts.values()
-        assert heard(a, b) == heard(b, a) == "hi"
+        assert datagram(a, b) == datagram(b, a) == "hi"
         a.drop_from(b)
-        assert (heard(a, b), heard(b, a, 1.0), heard(c, a)) == ("hi", "nothing", "hi")
+        assert (datagram(a, b), datagram(b, a, 1.0), datagram(c, a)) == ("hi", "nothing", "hi")
         serve(a, server)
         serve(b, server)
         assert "imeout" in str(send(a, "b", 10, 0.5)) and "imeout" in str(send(b, "a", 10, 0.5))
@@ -247,8 +249,11 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
 
 
 @needs_network
-def test_an_mtu_that_the_path_does_not_carry(server: list[subprocess.Popen[str]]) -> None:
-    """Small messages pass, and large ones vanish: the trap of a jumbo NIC on an ordinary switch."""
+def test_an_mtu_beyond_that_of_the_path_drops_large_packets(
+    server: list[subprocess.Popen[str]],
+) -> None:
+    """Small messages pass and large messages vanish: the trap of a jumbo NIC on an ordinary
+    switch."""
     with Network({name: [LabNic(FAST)] for name in "ab"}) as network:
         a, b = network.hosts.values()
         serve(b, server)
@@ -264,7 +269,7 @@ def test_an_mtu_that_the_path_does_not_carry(server: list[subprocess.Popen[str]]
 
 
 @needs_network
-def test_a_host_knows_the_others_by_name_and_only_its_own_nics() -> None:
+def test_a_host_resolves_other_hosts_and_has_only_its_own_nics() -> None:
     resolve = "import socket, sys; print(*(socket.gethostbyname(name) for name in sys.argv[1:]))"
     here = Path("/etc/hosts").read_text(), os.uname().nodename
     hosts = {
@@ -304,6 +309,8 @@ def test_a_host_knows_the_others_by_name_and_only_its_own_nics() -> None:
         assert resolved(a, "c") == ["10.2.1.3"]
         a.set_names({"c": "127.0.0.1"})
         assert resolved(a, "c", "b") == ["127.0.0.1", "10.1.0.2"]
-        assert waits.communicate("\n")[0] == "127.0.0.1\n", "also for a process that was there"
+        assert waits.communicate("\n")[0] == "127.0.0.1\n", (
+            "the names change for a running process, too"
+        )
         assert resolved(c, "a") == ["10.2.1.1"]
     assert here == (Path("/etc/hosts").read_text(), os.uname().nodename)

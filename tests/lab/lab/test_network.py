@@ -1,5 +1,6 @@
-"""The emulated network: rates hold both ways and change while running, cuts cut; nothing of it
-outlives its context, an error or a SIGKILL; `roadtrain lab` end to end."""
+"""The emulated network: rates hold in both directions and change while running, a cut stops
+traffic, and there are no remains after its context, an error or a SIGKILL; `roadtrain lab` end to
+end."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 SRC = Path(__file__).parents[3] / "src"
 ENV = os.environ | {"PYTHONPATH": str(SRC)}
-TCP = 0.956  # of an Ethernet frame of 1514 bytes are 1448 the user's
+TCP = 0.956  # payload share: 1448 of the 1514 bytes of an Ethernet frame
 FAST, SLOW = 50e6, 12.5e6
 
-# What arrived is the kernel's count: what waits for a reader who is late would be counted into a
-# later moment.
+# The kernel counts the bytes that arrived: a late reader would count waiting bytes at a later
+# moment.
 RECEIVE = """
 import socket, sys, time
 
@@ -69,7 +70,7 @@ Flow = tuple[LabHost, int, LabHost, int]  # from host, its NIC, to host, its NIC
 
 
 def transfer(flows: Sequence[Flow]) -> list[float]:
-    """Bytes a second that arrive, all flows at once."""
+    """Run all flows at once and return the bytes per second that arrive."""
     receivers = [
         end.run(
             [sys.executable, "-c", RECEIVE, end.nics[k].address], stdout=subprocess.PIPE, text=True
@@ -93,11 +94,10 @@ def transfer(flows: Sequence[Flow]) -> list[float]:
 
 
 def assert_rates(flows: Sequence[Flow], want: Sequence[float], rel: float = 0.1) -> None:
-    """A rate may never exceed what is set; that it is reached, a busy machine may need some
-    tries to show.
+    """Check that rates never exceed `want` and reach it within five tries on a busy machine.
 
-    `rel` above it: at 12.5 MB/s the burst of 256 KB is 1.4 % of what 1.5 s carry, and data that
-    waited 100 ms, for a lost frame or for a machine that stood still, are 6.7 %."""
+    `rel` is the tolerance: at 12.5 MB/s the burst of 256 KB is 1.4 % of the bytes of 1.5 s, and
+    data that waited 100 ms, for a lost frame or a stalled machine, are 6.7 %."""
     tries = []
     for _ in range(5):
         tries.append(transfer(flows))
@@ -111,14 +111,14 @@ def assert_rates(flows: Sequence[Flow], want: Sequence[float], rel: float = 0.1)
 
 
 def left_behind(pid: int) -> list[str]:
-    found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")]
-    return found + [
+    homes = [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")]
+    return homes + [
         line for line in Path("/proc/mounts").read_text().splitlines() if f"{PREFIX}{pid}-" in line
     ]
 
 
 def alive(pid: int) -> bool:
-    """Not a zombie: those wait for a parent that may be gone for good."""
+    """Return whether a process exists and is no zombie, which may wait forever for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -126,7 +126,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_gone(pid: int) -> bool:
-    """A process leaves its namespaces a moment before it is gone."""
+    """Wait until a process has ended, which happens a moment after it leaves its namespaces."""
     deadline = time.monotonic() + 30
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -148,7 +148,7 @@ def test_rates_hold_both_ways_and_change_while_running() -> None:
     ) as network:
         a, b, c = network.hosts.values()
         assert_rates([(a, 0, b, 0), (b, 0, a, 0)], [FAST, FAST])
-        # not with the next: acknowledgements wait behind the data of a full link
+        # not together with the next: acknowledgements wait behind the data of a full link
         assert_rates([(b, 0, c, 0)], [FAST])
         assert_rates([(c, 0, b, 0)], [SLOW])
         b.nics[0].set_rate(SLOW, 2 * SLOW)
@@ -186,8 +186,8 @@ def test_a_slower_link_between_two_clusters() -> None:
 @needs_network
 @pytest.mark.parametrize("switches", [("x", "x"), ("x", "y")])
 def test_two_nics_add_up(switches: tuple[str, str]) -> None:
-    """On one switch, where only the address says which NIC is meant, and on two that know
-    nothing of each other."""
+    """The NICs are on the same switch, where only the address selects the NIC, or on two separate
+    switches."""
     nics = [LabNic(SLOW, switch) for switch in switches]
     with Network({"a": nics, "b": [*nics[:1], LabNic(2 * SLOW, switches[1])]}) as network:
         a, b = network.hosts.values()
@@ -196,7 +196,7 @@ def test_two_nics_add_up(switches: tuple[str, str]) -> None:
             assert_rates([(b, 1, a, 0)], [SLOW])
 
 
-HEAR = """
+RECEIVE_LINES = """
 import socket
 with socket.create_server(("10.1.0.2", 5000)) as listener:
     print("ready", flush=True)
@@ -204,7 +204,7 @@ with socket.create_server(("10.1.0.2", 5000)) as listener:
         for line in peer:
             print(line, end="", flush=True)
 """
-SAY = """
+SEND_LINES = """
 import socket, sys
 with socket.create_connection(("10.1.0.2", 5000), timeout=10) as peer:
     for line in sys.stdin:
@@ -213,22 +213,22 @@ with socket.create_connection(("10.1.0.2", 5000), timeout=10) as peer:
 
 
 @needs_network
-def test_a_cut_loses_nothing_that_tcp_does_not_send_again() -> None:
+def test_tcp_resends_the_data_lost_in_a_cut() -> None:
     with Network({"a": [LabNic(FAST)], "b": [LabNic(FAST)]}) as network:
         a, b = network.hosts.values()
-        hearer = b.run([sys.executable, "-c", HEAR], stdout=subprocess.PIPE)
-        assert hearer.stdout is not None and hearer.stdout.readline() == b"ready\n"
-        sayer = a.run([sys.executable, "-c", SAY], stdin=subprocess.PIPE, bufsize=0)
-        with hearer.stdout, sayer.stdin:
-            sayer.stdin.write(b"before\n")
-            assert hearer.stdout.readline() == b"before\n"
+        receiver = b.run([sys.executable, "-c", RECEIVE_LINES], stdout=subprocess.PIPE)
+        assert receiver.stdout is not None and receiver.stdout.readline() == b"ready\n"
+        sender = a.run([sys.executable, "-c", SEND_LINES], stdin=subprocess.PIPE, bufsize=0)
+        with receiver.stdout, sender.stdin:
+            sender.stdin.write(b"before\n")
+            assert receiver.stdout.readline() == b"before\n"
             b.nics[0].down()
-            sayer.stdin.write(b"during\n")
-            assert not select.select([hearer.stdout], [], [], 0.4)[0]
+            sender.stdin.write(b"during\n")
+            assert not select.select([receiver.stdout], [], [], 0.4)[0]
             b.nics[0].up()
-            assert hearer.stdout.readline() == b"during\n"
-            sayer.stdin.close()
-            assert sayer.wait(5) == hearer.wait(5) == 0
+            assert receiver.stdout.readline() == b"during\n"
+            sender.stdin.close()
+            assert sender.wait(5) == receiver.wait(5) == 0
 
 
 @needs_network
@@ -247,22 +247,22 @@ def test_a_process_runs_on_its_host_alone_and_ends_with_it() -> None:
             for run in runs
         ]
         assert [{"lo", "eth0", "eth1"}, {"lo", "eth0"}] == [set(names) - {""} for names in devices]
-        mine, family = (
+        single, family = (
             network.hosts["a"].run(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
             for words in (["sleep", "60"], ["sh", "-c", "sleep 60 & echo $!; wait"])
         )
         assert family.stdout is not None
         grandchild = int(family.stdout.readline())
-        mine.kill()
-        assert mine.wait(5) == -signal.SIGKILL, "its PID is the command's own"
+        single.kill()
+        assert single.wait(5) == -signal.SIGKILL, "its PID is that of the command"
         assert alive(grandchild)
     assert family.wait(5) == -signal.SIGKILL and wait_gone(grandchild)
-    for process in (mine, family):
+    for process in (single, family):
         process.communicate()
 
 
 @needs_network
-def test_an_error_inside_and_one_while_making_leave_nothing(
+def test_errors_during_setup_and_use_leave_no_remains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ZeroDivisionError), Network({"a": [LabNic(FAST)]}):
@@ -280,11 +280,11 @@ def test_an_error_inside_and_one_while_making_leave_nothing(
         [sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True
     ).stdout
     assert PREFIX in home and not Path(home.strip()).exists(), (
-        "undone at the end of the interpreter"
+        "the network is undone when the interpreter exits"
     )
 
 
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_networks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="closes a cycle"):
         Network({"a": [LabNic(1)]}, {("x", "y"): 1, ("y", "z"): 1, ("x", "z"): 1})
     for name in ("../a", "+switch", ""):
@@ -297,7 +297,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_network
-def test_sweep_removes_what_a_killed_process_left() -> None:
+def test_sweep_removes_the_remains_of_a_killed_process() -> None:
     code = """
 import os, sys, time
 from roadtrain.lab import Network, LabNic
@@ -311,7 +311,7 @@ with Network({"a": [LabNic(1e6)], "b": [LabNic(1e6)]}) as network:
         assert process.stdout is not None
         pid, inside = map(int, process.stdout.readline().split())
         assert not [name for name in sweep() if f"{PREFIX}{pid}-" in name], (
-            "swept a living process's things"
+            "swept files of a living process"
         )
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -321,7 +321,7 @@ with Network({"a": [LabNic(1e6)], "b": [LabNic(1e6)]}) as network:
     assert left_behind(pid) == [] and wait_gone(inside)
 
 
-def test_undoing_what_was_hardly_begun(tmp_path: Path) -> None:
+def test_a_network_that_was_barely_started_is_undone(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     (tmp_path / "net" / "a").touch()
     undo_network(tmp_path / "net")
@@ -364,7 +364,7 @@ def lab_file(tmp_path: Path) -> Path:
 
 
 def holder(path: Path) -> int:
-    """The process that holds the lab."""
+    """Return the pid of the process that holds the lab."""
     homes = Path(tempfile.gettempdir()).glob(f"{PREFIX}*-up-*")
     (home,) = (
         home for home in homes if json.loads((home / "lab.json").read_text())["file"] == str(path)
@@ -387,7 +387,7 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
         lab("run", path, "worker0", "--", sys.executable, "-c", "import sys; sys.exit(7)")[0] == 7
     )
     code, shown, _ = lab("run", path, "worker1", "--", "ip", "-br", "addr", "--help")
-    assert code != 0, "what follows -- is the command's, also --help"
+    assert code != 0, "arguments after -- belong to the command, even --help"
     assert "10.1.1.2/16" in lab("run", path, "worker1", "--", "ip", "-br", "addr")[1]
     groups = lab("run", path, "worker1", "--", "cat", "/proc/self/cgroup")[1]
     assert f"{PREFIX}{pid}-" in groups, "its processes are limited"
@@ -416,7 +416,7 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
 
 @needs_network
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.Signals) -> None:
+def test_a_lab_ends_with_the_process_that_holds_it(lab_file: Path, end: signal.Signals) -> None:
     with subprocess.Popen(
         [*LAB_COMMAND, "up", str(lab_file)], env=ENV, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -450,22 +450,24 @@ def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.S
         ("[[hosts]]", "[hosts", "is not TOML"),
     ],
 )
-def test_mistakes_in_a_lab_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_mistakes_in_a_lab_file_are_reported(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in LAB
     (tmp_path / "lab.toml").write_text(LAB.replace(old, new, 1))
-    with pytest.raises(RoadtrainError) as caught:
+    with pytest.raises(RoadtrainError) as error:
         load_lab(tmp_path / "lab.toml")
-    assert message in str(caught.value)
+    assert message in str(error.value)
 
 
-def test_the_example_says_what_it_says() -> None:
+def test_the_example_lab_file_has_the_expected_hosts() -> None:
     shown = load_lab(SRC.parent / "examples" / "lab.toml")
     names = [f"{kind}{n}" for kind in ("worker", "spare") for n in range(4)]
     assert [name for host in shown.hosts for name in host.names] == names
     assert {nic.bytes_per_s for host in shown.hosts for nic in shown.nics(host)} == {50e6}
 
 
-def test_without_root_it_says_why(
+def test_commands_without_root_are_refused(
     lab_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

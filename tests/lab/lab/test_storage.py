@@ -1,5 +1,5 @@
-"""The emulated storage: exact rates for direct I/O; nothing of it outlives its context, an
-error or a SIGKILL."""
+"""The emulated storage: exact rates for direct I/O, and no remains after its context, an error or a
+SIGKILL."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ READ, WRITE = 200e6, 100e6
 
 
 def left_behind(prefix: str) -> list[str]:
-    """Directories, groups, mounts and loops whose name begins with `prefix`."""
+    """Return the directories, groups, mounts and loops whose name begins with `prefix`."""
     places = (Path(tempfile.gettempdir()), Path("/sys/fs/cgroup/blkio"))
-    found = [str(path) for place in places if place.exists() for path in place.glob(f"{prefix}*")]
-    found += [line for line in Path("/proc/mounts").read_text().splitlines() if prefix in line]
-    return found
+    remains = [str(path) for place in places if place.exists() for path in place.glob(f"{prefix}*")]
+    remains += [line for line in Path("/proc/mounts").read_text().splitlines() if prefix in line]
+    return remains
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 def direct_rate(path: Path, nbytes: int, *, write: bool, times: int) -> float:
-    """Bytes a second of direct I/O in this process over a file of `nbytes`, several times, once
-    the first quarter has used up the throttle's burst.
+    """Return bytes per second of direct I/O in this process over a file of `nbytes`, several times.
 
-    A process that stood still may catch up within a slice of the throttle, which is 0.1 s: what is
-    measured must take some seconds.
+    The first quarter is not measured because it uses up the throttle's burst. A process that
+    stalled may catch up within a slice of the throttle (0.1 s), so the measurement must take some
+    seconds.
     """
     flags = os.O_CREAT | os.O_WRONLY if write else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_DIRECT)
@@ -74,8 +74,7 @@ def direct_rate(path: Path, nbytes: int, *, write: bool, times: int) -> float:
 def assert_exact(
     measure: Callable[[], dict[str, float]], want: dict[str, float], rel: float
 ) -> None:
-    """A rate may never exceed what is set; that it is reached, a busy machine may need three
-    tries to show."""
+    """Check that rates never exceed `want` and reach it within three tries on a busy machine."""
     tries = []
     for _ in range(3):
         tries.append(measure())
@@ -116,7 +115,7 @@ def test_rates_are_exact_and_independent(tmp_path: Path) -> None:
 
 
 @needs_lab
-def test_members_return_to_where_they_were(tmp_path: Path) -> None:
+def test_members_return_to_their_former_group(tmp_path: Path) -> None:
     before = Path("/proc/self/cgroup").read_text()
     with LoopDevice(tmp_path / "a.img", 64 << 20) as device:
         with pytest.raises(ZeroDivisionError), Throttle([device], READ, WRITE) as limit:
@@ -130,7 +129,7 @@ def test_members_return_to_where_they_were(tmp_path: Path) -> None:
 
 
 @needs_lab
-def test_an_error_inside_and_one_while_making_leave_nothing(tmp_path: Path) -> None:
+def test_errors_during_setup_and_use_leave_no_remains(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), LoopDevice(tmp_path / "a.img", 64 << 20) as device:
         (device.mount / "x").write_bytes(b"1")
         raise ZeroDivisionError
@@ -143,7 +142,7 @@ def test_an_error_inside_and_one_while_making_leave_nothing(tmp_path: Path) -> N
 
 
 @needs_lab
-def test_sweep_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_sweep_removes_the_remains_of_a_killed_process(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from roadtrain.lab import LoopDevice, Throttle
@@ -157,7 +156,7 @@ with LoopDevice({str(tmp_path / "a.img")!r}, 64 << 20) as device, Throttle([devi
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert not [name for name in sweep() if f"{PREFIX}{pid}-" in name], (
-            "swept a living process's things"
+            "swept files of a living process"
         )
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -184,25 +183,25 @@ def test_a_link_is_exact_over_many_pieces(nbytes: int, rate: float) -> None:
     assert_exact(measure, {"link": rate}, rel=0.02)
 
 
-def test_a_link_is_shared_first_come_first_served_and_idle_time_is_not_credit() -> None:
+def test_a_link_is_shared_in_order_and_idle_time_is_no_credit() -> None:
     link = TokenLink(1e9)
     taken_s = dict[int, float]()
 
-    def take(who: int) -> None:
+    def take(index: int) -> None:
         link.take(50 * 10**6)
-        taken_s[who] = time.perf_counter() - begin
+        taken_s[index] = time.perf_counter() - begin
 
-    threads = [threading.Thread(target=take, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=take, args=(index,)) for index in range(4)]
     begin = time.perf_counter()
-    for who, thread in enumerate(threads):
+    for index, thread in enumerate(threads):
         thread.start()
-        while link.nbytes < (who + 1) * 50 * 10**6:  # until it stands in the line
+        while link.nbytes < (index + 1) * 50 * 10**6:  # until the thread is queued
             time.sleep(0.001)
     for thread in threads:
         thread.join()
-    # how late they wake is the machine's; that no one is early shows whom they came after
-    assert all(taken_s[who] >= 0.0499 * (who + 1) for who in range(4)), taken_s
-    # how late the last taker woke is given back, as the class says; the idle 0.2 s are not
+    # the machine may wake threads late; that none is early proves the order
+    assert all(taken_s[index] >= 0.0499 * (index + 1) for index in range(4)), taken_s
+    # the delay of the last wake-up is credited, as documented; the idle 0.2 s are not
     late = link.late_s
     time.sleep(0.2)
     begin = time.perf_counter()
