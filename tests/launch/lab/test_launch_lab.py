@@ -1,4 +1,4 @@
-"""The lab as an engine: hosts, rates, directories of their own, what stays and what does not."""
+"""The lab as an engine: hosts, rates, separate directories, and which files persist."""
 
 import contextlib
 import json
@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
-SIZE, FAST, SLOW = 4 << 20, 40e6, 5e6  # bytes, bytes a second
-# The fastest of three: a busy machine makes one slow, and none fast.
+SIZE, FAST, SLOW = 4 << 20, 40e6, 5e6  # bytes, bytes per second
+# The fastest of three: a busy machine slows a transfer down and never speeds it up.
 SEND = (
     "import socket, sys, time\n"
     "def took():\n"
@@ -38,7 +38,7 @@ SEND = (
     "    peer.recv(1); return time.monotonic() - began\n"
     "print('took', min(took() for _ in range(3)))"
 )
-HEAR = (
+RECEIVE = (
     "import socket\nwith socket.create_server(('0.0.0.0', 5000)) as listener:\n"
     " while True:\n  peer = listener.accept()[0]\n"
     "  while peer.recv(1 << 20): pass\n  peer.sendall(b'1'); peer.close()"
@@ -84,8 +84,8 @@ def until(engine, kind, seen=None):
     return seen
 
 
-def said(engine, host, code, *words, directory):
-    """The lines of a process, which must end well."""
+def output_of(engine, host, code, *words, directory):
+    """Run a process that must succeed. Returns its output lines."""
     engine.start(process("asked", host, code, *words, directory=directory))
     seen = until(engine, ProcessEnded)
     (end,) = [event for event in seen if isinstance(event, ProcessEnded)]
@@ -94,8 +94,8 @@ def said(engine, host, code, *words, directory):
 
 
 def left():
-    found = subprocess.run(["losetup", "-l"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if PREFIX in line], sorted(
+    loops = subprocess.run(["losetup", "-l"], capture_output=True, text=True, check=True).stdout
+    return [line for line in loops.splitlines() if PREFIX in line], sorted(
         path.name for path in Path("/tmp").glob(f"{PREFIX}*")
     )
 
@@ -107,39 +107,44 @@ def nothing_left():
     assert left() == before
 
 
-def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
+def test_hosts_leave_and_rejoin_and_rates_change(tmp_path, nothing_left):
     engine = LabEngine(plan_of(tmp_path), f"test {tmp_path}", tmp_path / "lab")
     try:
         addresses = {host.name: host.address for host in engine.hosts()}
-        assert {*addresses} == {"gpu0", "gpu1"}  # spare is there, and not yet used
+        assert {*addresses} == {"gpu0", "gpu1"}  # spare exists but is not used yet
         assert "not emulated: the latency of cards and links" in [
             event.line for event in until(engine, Output) if isinstance(event, Output)
         ]
-        assert said(
+        assert output_of(
             engine, "gpu1", "import os; print(os.uname().nodename)", directory=tmp_path
         ) == ["gpu1"]
 
-        engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
-        took = []
+        engine.start(process("listener", "gpu1", RECEIVE, directory=tmp_path))
+        seconds = []
         for rate in (FAST, SLOW):
             engine.run_verb(["rate", "gpu0", "1", f"{rate / 1e6}MB/s"])
-            (line,) = said(engine, "gpu0", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
-            took.append(float(line.split()[1]))
-        assert SIZE / SLOW * 0.8 < took[1] < SIZE / SLOW * 2
-        assert took[0] < took[1] / 3
+            (line,) = output_of(
+                engine, "gpu0", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path
+            )
+            seconds.append(float(line.split()[1]))
+        assert SIZE / SLOW * 0.8 < seconds[1] < SIZE / SLOW * 2
+        assert seconds[0] < seconds[1] / 3
 
         engine.run_verb(["hold", "gpu1"])
         assert [e.host for e in until(engine, HostLost) if isinstance(e, HostLost)] == ["gpu1"]
         for name in ("gpu1", "spare"):
             engine.run_verb(["comes", name])
-            (came,) = [
+            (joined,) = [
                 event for event in until(engine, HostJoined) if isinstance(event, HostJoined)
             ]
-            assert (came.host, came.address) == (name, addresses.setdefault(name, came.address))
+            assert (joined.host, joined.address) == (
+                name,
+                addresses.setdefault(name, joined.address),
+            )
         assert len(set(addresses.values())) == 3
-        engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
+        engine.start(process("listener", "gpu1", RECEIVE, directory=tmp_path))
         engine.run_verb(["link", "far", "rack", f"{SLOW / 1e6}MB/s"])
-        (line,) = said(engine, "spare", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
+        (line,) = output_of(engine, "spare", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
         assert SIZE / SLOW * 0.8 < float(line.split()[1]) < SIZE / SLOW * 2
         with pytest.raises(LaunchError, match="no host 'gpu7'"):
             engine.run_verb(["rate", "gpu7", "0", "1MB/s"])
@@ -152,7 +157,7 @@ def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
 
 
 @pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
-def test_directories_are_each_hosts_own_and_stay(tmp_path, nothing_left):
+def test_each_host_has_its_own_persistent_directories(tmp_path, nothing_left):
     mounted = tmp_path / "mnt" / "ssd0"
     ssd = {"read": "20MB/s", "write": "10MB/s", "directories": [str(mounted)], "capacity": "64MB"}
     write = (
@@ -168,28 +173,28 @@ def test_directories_are_each_hosts_own_and_stay(tmp_path, nothing_left):
         engine = LabEngine(plan_of(tmp_path, ssds=[ssd]), f"test {tmp_path}", tmp_path / "lab")
         try:
             if start == 0:
-                (line,) = said(engine, "gpu0", write, str(mounted), directory=tmp_path)
+                (line,) = output_of(engine, "gpu0", write, str(mounted), directory=tmp_path)
                 assert float(line.split()[1]) > 0.6  # 8 MiB at 10 MB/s
-            (one,) = said(engine, "gpu0", look, str(mounted), directory=tmp_path)
-            assert "'data'" in one and "store-of-test" in one
-            assert ("forgotten" in one) == (start == 0)
-            (other,) = said(engine, "gpu1", look, str(mounted), directory=tmp_path)
-            assert other == "['lost+found'] []"
+            (first,) = output_of(engine, "gpu0", look, str(mounted), directory=tmp_path)
+            assert "'data'" in first and "store-of-test" in first
+            assert ("forgotten" in first) == (start == 0)
+            (second,) = output_of(engine, "gpu1", look, str(mounted), directory=tmp_path)
+            assert second == "['lost+found'] []"
             if start == 1:
                 again = f"import os; os.rmdir('/dev/shm/store-of-test'); {look}"
-                said(engine, "gpu0", again, str(mounted), directory=tmp_path)
+                output_of(engine, "gpu0", again, str(mounted), directory=tmp_path)
         finally:
             engine.close()
         assert not mounted.exists() and not Path("/dev/shm/store-of-test").exists()
     assert not list(Path("/dev/shm").glob("roadtrain-run-*"))
 
 
-def test_what_cannot_be_emulated_is_refused(tmp_path, nothing_left):
+def test_a_card_too_fast_to_emulate_is_refused(tmp_path, nothing_left):
     with pytest.raises(ConfigError, match=r"host gpu0 has a card of 12\.50 GB/s, but a lab"):
         LabEngine(plan_of(tmp_path, rate="100Gbit/s"), "test", tmp_path / "lab")
 
 
-def test_a_kill_of_the_supervisor_leaves_nothing_that_the_next_lab_does_not_remove(tmp_path):
+def test_the_next_lab_removes_the_remains_of_a_killed_supervisor(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\nfrom test_launch_lab import LabEngine, plan_of\n"
@@ -266,21 +271,24 @@ directories = ["{home}/ssd0"]
 
 
 def supervisors(home, module="supervise"):
-    """Of the runs in this home. module: standby_main: their standbys."""
-    found = []
+    """Return the pids of the supervisors of the runs in this home.
+
+    module: `standby_main` returns their standbys instead.
+    """
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_text().split("\0")
             if f"roadtrain.launch.{module}" in words and str(home) in words[-2]:
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
-def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
-    """Rule 3: the standby goes on, losses as without the kill."""
+def test_a_job_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
+    """Rule 3: the standby continues, and the losses are unchanged by the kill."""
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
     for name, text in (("job.toml", JOB), ("plan.toml", PLAN)):
         (tmp_path / name).write_text(text.format(home=tmp_path))
@@ -324,7 +332,7 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
     kept = [json.loads(line) for line in metrics.splitlines()]
     assert [line["step"] for line in kept] == list(range(1, 61))
     losses = {line["step"]: f"{line['loss']:.3f}" for line in kept}
-    # A line that nobody heard as the supervisor was just killed is not in the log.
-    said = re.findall(r"step (\d+)/60 +loss (\S+)", text)
-    assert len(said) >= 40
-    assert all(losses[int(step)] == loss for step, loss in said), (losses, said)
+    # Lines printed while the supervisor was dead are not in the log.
+    logged_losses = re.findall(r"step (\d+)/60 +loss (\S+)", text)
+    assert len(logged_losses) >= 40
+    assert all(losses[int(step)] == loss for step, loss in logged_losses), (losses, logged_losses)

@@ -1,5 +1,5 @@
-"""A launched run on Ray whose two nodes are hosts of an emulated network, with addresses of their own:
-what crosses between them crosses links."""
+"""A launched run on Ray whose two nodes are hosts of an emulated network with separate addresses,
+so that traffic between them crosses links."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ MODEL = {
 
 @contextmanager
 def ray_node(host: LabHost, directory: Path, *words: str) -> Iterator[subprocess.Popen[Any]]:
-    """A node of the name of its host, until the block ends: then all its processes have ended."""
+    """Run a node named after its host. All its processes have ended when the block ends."""
     log = directory / f"ray.{host.name}.log"
-    with open(log, "wb") as said:
+    with open(log, "wb") as output:
         node = host.run(
             [
                 *RAY,
@@ -58,7 +58,7 @@ def ray_node(host: LabHost, directory: Path, *words: str) -> Iterator[subprocess
                 f"--object-store-memory={SMALL}",
                 f"--labels=roadtrain-host={host.name}",
             ],
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -104,13 +104,13 @@ def write_files(directory: Path) -> None:
     (directory / "plan.toml").write_text(tomli_w.dumps(plan))
 
 
-def test_a_run_on_two_ray_nodes_in_two_networks_of_their_own(
+def test_a_run_on_two_ray_nodes_in_separate_networks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_files(tmp_path)
     nics = {"a": [LabNic(50e6)], "b": [LabNic(50e6)]}
-    # Ray's sockets: a path of theirs has 107 bytes at most
+    # the path of a Ray socket has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="rt") as short, Network(nics) as network:
         a, b = network.hosts["a"], network.hosts["b"]
         head = ["--head", f"--port={PORT}", "--include-dashboard=false"]

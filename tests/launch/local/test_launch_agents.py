@@ -1,4 +1,4 @@
-"""Agents and the engine over them, with real processes: what ends, what is told, what is left."""
+"""Agents and their engine with real processes: events, stops, and that no process is left."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from roadtrain.launch.protocol.run_events import (
 from roadtrain.launch.supervisor import PUT_FILE
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
-# becomes a leader of a session of its own, as a daemon does: its parent's group is not its group
+# starts a session like a daemon, so it is not in the process group of its parent
 DAEMON = (
     "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c',"
     " 'import time; time.sleep(60)', 'daemon of ' + sys.argv[1]], start_new_session=True);"
@@ -48,27 +48,27 @@ def worker_set(*codes, attempt=0, hosts="ab"):
 
 
 def running(word):
-    """Processes that have this word, or a word that holds it, on their command line."""
-    found = []
+    """Return the pids of processes whose command line contains `word`."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes()
         except OSError:
             continue
         if word.encode() in words and int(path.name) != os.getpid():
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids
 
 
-def wait_until(true, what):
+def wait_until(condition, message):
     deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, what
+    while not condition():
+        assert time.monotonic() < deadline, message
         time.sleep(0.01)
 
 
 def events_until(agents, kind, seen=None, name=None):
-    """All events up to the first of this kind, of the process of this name."""
+    """Return all events up to the first of type `kind`, optionally of the process `name`."""
     seen = [] if seen is None else seen
     new, deadline = list(seen), time.monotonic() + EVENTS_S
     while not any(isinstance(e, kind) and (name is None or e.name == name) for e in new):
@@ -79,8 +79,8 @@ def events_until(agents, kind, seen=None, name=None):
 
 
 def only(events, kind):
-    (one,) = [event for event in events if isinstance(event, kind)]
-    return one
+    (event,) = [event for event in events if isinstance(event, kind)]
+    return event
 
 
 def lines(events, name):
@@ -94,13 +94,13 @@ def mark(tmp_path):
 
 @pytest.fixture
 def agents(mark):
-    made = HostAgents([AgentHost(name, "127.0.0.1", workers=1) for name in "ab"], mark)
-    yield made
-    made.close()
-    wait_until(lambda: not running(f"{mark}/"), "an agent is left")
+    engine = HostAgents([AgentHost(name, "127.0.0.1", workers=1) for name in "ab"], mark)
+    yield engine
+    engine.close()
+    wait_until(lambda: not running(f"{mark}/"), "an agent still runs")
 
 
-def test_a_service_says_lines_and_its_end(agents, tmp_path):
+def test_the_output_and_end_of_a_service_are_reported(agents, tmp_path):
     secret = tmp_path / "home" / "token"
     code = "import sys; print(open('token').read()); print('why', file=sys.stderr); sys.exit(3)"
     files = (HostFile(str(secret), "geheim", secret=True),)
@@ -115,7 +115,7 @@ def test_a_service_says_lines_and_its_end(agents, tmp_path):
     assert secret.stat().st_mode & 0o777 == 0o600  # Rule 8
 
 
-def test_the_sentence_of_an_error_is_what_a_process_said_last(agents):
+def test_the_last_line_of_a_failure_is_its_error_message(agents):
     code = "import sys; sys.exit('roadtrain: the store is full\\nhint: free space')"
     agents.start(process("server a", code))
     assert only(events_until(agents, ProcessEnded), ProcessEnded).last_line == (
@@ -123,7 +123,7 @@ def test_the_sentence_of_an_error_is_what_a_process_said_last(agents):
     )
 
 
-def test_what_cannot_be_begun_ends_with_a_sentence(agents, tmp_path):
+def test_a_process_that_cannot_start_ends_with_a_message(agents, tmp_path):
     (tmp_path / "file").touch()
     agents.start(process("server a", SLEEP, directory=str(tmp_path / "file" / "below")))
     end = only(events_until(agents, ProcessEnded), ProcessEnded)
@@ -135,10 +135,10 @@ def test_stop_interrupts_first_and_kills_after_the_grace(agents):
         "import time\ntry:\n print('up', flush=True); time.sleep(60)\n"
         "except KeyboardInterrupt:\n print('committed'); raise SystemExit(130)"
     )
-    deaf = f"import signal; signal.signal(2, signal.SIG_IGN); {SLEEP}"
+    stubborn = f"import signal; signal.signal(2, signal.SIG_IGN); {SLEEP}"
     for name, code, expected, grace_s in (
         ("server a", orderly, 130, 60.0),
-        ("server b", deaf, -9, 0.5),
+        ("server b", stubborn, -9, 0.5),
     ):
         agents.start(process(name, code))
         events_until(agents, Output)
@@ -148,10 +148,10 @@ def test_stop_interrupts_first_and_kills_after_the_grace(agents):
         assert lines(seen, name) == (["committed"] if expected == 130 else [])
 
 
-def test_a_grace_of_years_ends_no_agent(agents):
-    """A node is drained with whatever deadline its cluster says: `select` takes no such wait."""
-    deaf = f"import signal; signal.signal(2, signal.SIG_IGN); {SLEEP}"
-    agents.start(process("server a", deaf))
+def test_a_very_long_grace_does_not_end_the_agent(agents):
+    """A cluster may drain a node with any deadline, and `select` rejects waits of years."""
+    stubborn = f"import signal; signal.signal(2, signal.SIG_IGN); {SLEEP}"
+    agents.start(process("server a", stubborn))
     events_until(agents, Output)
     agents.stop("server a", 1e12)
     assert not agents.events(1.0)  # no lost host
@@ -159,7 +159,7 @@ def test_a_grace_of_years_ends_no_agent(agents):
     assert only(events_until(agents, ProcessEnded), ProcessEnded).code == -9
 
 
-def test_workers_end_together_and_the_first_that_failed_is_named(agents):
+def test_workers_end_together_and_the_first_to_fail_is_named(agents):
     fails = "import sys, time; time.sleep(0.5); print('bad disk', file=sys.stderr); sys.exit(7)"
     agents.start_workers(worker_set(SLEEP, fails, SLEEP, attempt=4))
     seen = events_until(agents, WorkersEnded)
@@ -185,7 +185,7 @@ def test_interrupted_workers_all_finish_their_step(agents):
     assert lines(seen, "worker 0") == lines(seen, "worker 1") == ["committed"]
 
 
-def test_what_a_process_started_ends_with_it(agents, tmp_path):
+def test_the_daemon_of_a_process_ends_with_it(agents, tmp_path):
     sign = f"daemon of {tmp_path}"
     agents.start(process("server a", DAEMON, str(tmp_path)))
     events_until(agents, Output)
@@ -195,7 +195,7 @@ def test_what_a_process_started_ends_with_it(agents, tmp_path):
     assert not running(sign)
 
 
-def test_a_flood_blocks_nobody(agents):
+def test_a_flood_of_output_blocks_no_other_process(agents):
     flood = (
         "import sys, time\nt = time.monotonic() + 0.8\n"
         "while time.monotonic() < t: sys.stdout.write('x' * 99 + '\\n')\n"
@@ -206,35 +206,35 @@ def test_a_flood_blocks_nobody(agents):
     seen = events_until(agents, ProcessEnded, name="server b")
     assert lines(seen, "server b") == ["heard"]
     seen = events_until(agents, ProcessEnded, seen, name="server a")
-    said = lines(seen, "server a")
-    assert said[-1] == "last" or any("lines dropped" in line for line in said)
-    assert max(map(len, said)) < 10_000
+    output = lines(seen, "server a")
+    assert output[-1] == "last" or any("lines dropped" in line for line in output)
+    assert max(map(len, output)) < 10_000
 
 
-def test_an_agent_that_is_killed_is_a_lost_host_that_comes_back(agents, mark, tmp_path):
+def test_a_host_whose_agent_is_killed_is_lost_and_rejoins(agents, mark, tmp_path):
     agents.start(process("server a", DAEMON, str(tmp_path)))
     agents.start_workers(worker_set(SLEEP, SLEEP))
     wait_until(lambda: running(f"daemon of {tmp_path}"), "the daemon does not run")
-    found = [p for p in running(f"{mark}/a") if "agent" in Path(f"/proc/{p}/cmdline").read_text()]
-    # what it starts looks like it until it has become another program
-    (pid,) = [p for p in found if psutil.Process(p).ppid() == os.getpid()]
+    pids = [p for p in running(f"{mark}/a") if "agent" in Path(f"/proc/{p}/cmdline").read_text()]
+    # a process that it starts has the same command line until exec
+    (pid,) = [p for p in pids if psutil.Process(p).ppid() == os.getpid()]
     os.kill(pid, signal.SIGKILL)
     seen = events_until(agents, HostJoined, events_until(agents, WorkersEnded))
-    lost, came, workers = (only(seen, kind) for kind in (HostLost, HostJoined, WorkersEnded))
+    lost, joined, workers = (only(seen, kind) for kind in (HostLost, HostJoined, WorkersEnded))
     assert (lost.host, lost.why) == ("a", "its agent ended (signal 9)")
     assert (workers.code, workers.first, workers.last_line) == (
         -9,
         "worker 0",
         "its host a was lost",
     )
-    assert (came.host, came.workers) == ("a", 1)
+    assert (joined.host, joined.workers) == ("a", 1)
     assert seen.index(lost) < seen.index(workers)
     assert not running(f"daemon of {tmp_path}")
     agents.start(process("server a", "print('again')"))
     assert lines(events_until(agents, ProcessEnded), "server a") == ["again"]
 
 
-def test_a_host_that_leaves_is_gone_in_time_until_it_comes(agents):
+def test_a_host_that_leaves_is_lost_until_it_rejoins(agents):
     agents.run_verb(["leaves", "b", "0.3"])
     seen = events_until(agents, HostLost)
     assert only(seen, HostLost).host == "b"
@@ -248,10 +248,10 @@ def test_a_host_that_leaves_is_gone_in_time_until_it_comes(agents):
         agents.run_verb(["hold", "c"])
 
 
-def test_asking(agents, tmp_path):
+def test_requests_to_a_host_return_replies_or_errors(agents, tmp_path):
     echo = "import json, sys; print(json.dumps([json.load(sys.stdin), sys.argv[1]]))"
-    told = {"stores": ["/tmp"] * 20_000}  # more than a pipe holds
-    assert agents.ask("b", ["-c", echo, "word"], told) == [told, "word"]
+    request = {"stores": ["/tmp"] * 20_000}  # more than the capacity of a pipe
+    assert agents.ask("b", ["-c", echo, "word"], request) == [request, "word"]
     with pytest.raises(LaunchError, match="code 2: no such disk"):
         agents.ask("a", ["-c", "import sys; print('no such disk', file=sys.stderr); exit(2)"], {})
     with pytest.raises(LaunchError, match="is not JSON"):
@@ -274,19 +274,19 @@ SUPERVISOR = (
 )
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(mark, tmp_path):
-    """Rule 3: a kill at any moment is what a run is made for."""
+def test_no_process_is_left_when_the_supervisor_is_killed(mark, tmp_path):
+    """Rule 3: a run survives a kill at any moment."""
     words = [sys.executable, "-c", SUPERVISOR, mark, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert b"up" in process.stdout.readline()
         wait_until(lambda: running(f"daemon of {tmp_path}"), "the daemon does not run")
         process.kill()
-    wait_until(lambda: not running(str(tmp_path)), "something is left")
+    wait_until(lambda: not running(str(tmp_path)), "a process is left")
 
 
-def test_the_next_supervisor_ends_an_agent_that_stood_still(mark, tmp_path):
-    """There are never two of anything: a supervisor is killed while its agent is stopped, and the
-    run is resumed at once."""
+def test_the_next_supervisor_ends_a_stopped_agent(mark, tmp_path):
+    """A supervisor is killed while its agent is stopped, and the run is resumed at once. No process
+    ever runs twice."""
     words = [sys.executable, "-c", SUPERVISOR, mark, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as before:
         assert b"up" in before.stdout.readline()
@@ -300,11 +300,11 @@ def test_the_next_supervisor_ends_an_agent_that_stood_still(mark, tmp_path):
         after.start(process("server a", SLEEP))
         assert [e.line for e in events_until(after, Output) if isinstance(e, Output)] == ["up"]
         assert after.events(0.5) == []
-        # an agent that stands still when its run ends: all that it had started ends, too
+        # if the agent is killed before its run is closed, its processes end, too
         after.start(process("server b", DAEMON, str(tmp_path)))
         events_until(after, Output)
         (agent,) = running(f"{mark}/a")
         os.kill(agent, signal.SIGKILL)
     finally:
         after.close()
-    wait_until(lambda: not running(str(tmp_path)), "something is left")
+    wait_until(lambda: not running(str(tmp_path)), "a process is left")

@@ -31,7 +31,7 @@ def line(step: int, forward: float) -> str:
     return json.dumps({"step": step, "seconds": 1.5, "stages": stages, "predicted": predicted})
 
 
-def test_links_and_steps_of_a_runs_hosts(tmp_path: Path) -> None:
+def test_links_and_steps_of_all_hosts_are_measured(tmp_path: Path) -> None:
     machines = Machines(
         tuple(
             PlanHost(name=name, kind="gpu", address=f"127.0.0.{number + 1}", workers=1)
@@ -53,13 +53,13 @@ def test_links_and_steps_of_a_runs_hosts(tmp_path: Path) -> None:
         file.write_text("".join(line(step + 1, forward) + "\n" for step in range(3)))
     engine = agents_here(machines, f"test:{tmp_path}")
     try:
-        found = measure_run(engine, run, NAMES)
+        measured = measure_run(engine, run, NAMES)
     finally:
         engine.close()
-    assert not found.missing
-    assert {(link.sender, link.receiver) for link in found.links} == set(permutations(NAMES, 2))
-    assert len(found.workers) == 3 and found.seconds == 1.5
-    assert slower(found) == {"a": 1.0, "b": 2.0, "c": 1.0}
+    assert not measured.missing
+    assert {(link.sender, link.receiver) for link in measured.links} == set(permutations(NAMES, 2))
+    assert len(measured.workers) == 3 and measured.seconds == 1.5
+    assert slower(measured) == {"a": 1.0, "b": 2.0, "c": 1.0}
 
 
 def test_hosts_that_share_an_address_have_no_link(tmp_path: Path) -> None:
@@ -69,15 +69,15 @@ def test_hosts_that_share_an_address_have_no_link(tmp_path: Path) -> None:
     run = resolve(plan, job, name="alone", addresses={}, token="t" * 32)
     engine = agents_here(machines, f"test:{tmp_path}")
     try:
-        found = measure_run(engine, run, ["a"])
+        measured = measure_run(engine, run, ["a"])
     finally:
         engine.close()
-    assert not found.links and not found.workers and not found.missing
+    assert not measured.links and not measured.workers and not measured.missing
 
 
 @pytest.mark.exhaustive
-def test_a_dry_run_stops_a_run_measures_its_links_and_lets_it_go_on(tmp_path: Path) -> None:
-    """By the command. Two hosts at two addresses of this one."""
+def test_a_dry_run_pauses_a_run_to_measure_its_links(tmp_path: Path) -> None:
+    """The `roadtrain launch` command, with two hosts at two addresses of this machine."""
     device = {"kind": "cpu", "flops": "10GFLOP/s", "memory": "4GB", "memory_rate": "10GB/s"}
     cluster = make_cluster(
         {
@@ -105,9 +105,11 @@ def test_a_dry_run_stops_a_run_measures_its_links_and_lets_it_go_on(tmp_path: Pa
         words = ("launch", str(run.plan), str(run.job), "--name", "tiny", "--detach")
         assert run.run(*words)[0] == 0
         run.step_reached(5)
-        code, said = run.run("launch", "--replan", "tiny", "--dry-run")
-        assert code == 0 and "old plan, predicted" in said and "not measured" not in said, said
+        code, output = run.run("launch", "--replan", "tiny", "--dry-run")
+        assert code == 0 and "old plan, predicted" in output and "not measured" not in output, (
+            output
+        )
         run.step_reached(len(run.lines) + 5)
         assert run.home.is_supervised() and load_plan_file(run.home.plan_path).plan == plan
-        assert not run.home.measured_path.exists()  # it counts once
+        assert not run.home.measured_path.exists()  # a measurement is used once
         assert run.run("launch", "--stop", "tiny")[0] == 0

@@ -1,5 +1,5 @@
-"""`roadtrain launch --on ray`, on two Ray nodes in this machine: a run from its two files to its end;
-whatever is killed, it goes on by itself with the same losses."""
+"""`roadtrain launch --on ray`, on two Ray nodes on this machine: a run from its two files to its
+end. After a kill of any process the run continues by itself with the same losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 SUPPORT = Path(__file__).parents[2] / "support"
 PATIENCE_S = 120.0
-END_S = 300.0  # a run of 600 steps has ended within it
+END_S = 300.0  # enough for a run of 600 steps
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -42,21 +42,21 @@ MODEL = {
 }
 
 
-def wait_for(found: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
     deadline = time.monotonic() + patience_s
-    while not (result := found()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, f"{what}: not within {patience_s:.0f} s"
         time.sleep(0.1)
     return result
 
 
 class RayNodes:
-    """A cluster of nodes a (its head) and b."""
+    """A cluster of two nodes, a (the head) and b."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [warm_python(), str(SUPPORT / "ray_nodes.py")],
-            executable=sys.executable,  # Ray's own processes start as ever, those of roadtrain warm
+            executable=sys.executable,  # Ray starts its own processes normally, roadtrain warm
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ class RayNodes:
         assert self._line() == "done"
 
     def close(self) -> None:
-        """All of it has ended then, by itself or not."""
+        """End the cluster and kill the processes that do not end by themselves."""
         assert self._process.stdin is not None and self._process.stdout is not None
         own = psutil.Process(self._process.pid).children(recursive=True)
         self._process.stdin.close()
@@ -102,7 +102,7 @@ def nodes() -> Iterator[RayNodes]:
 
 
 class LaunchedRun:
-    """A run of two workers, on a and b, and a server on b."""
+    """A run of two workers on a and b, and a server on b."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
         self.directory, self.steps = directory, steps
@@ -172,13 +172,13 @@ class LaunchedRun:
         return self.home.all_log.read_text() if self.home.all_log.exists() else ""
 
     def pids(self, *words: str) -> list[int]:
-        """Of this run's processes whose command line has all of these words."""
-        found = []
+        """Return the pids of this run's processes whose command line contains all `words`."""
+        pids = []
         for process in psutil.process_iter(["cmdline"]):
             line = " ".join(process.info["cmdline"] or ())
             if all(word in line for word in (*words, str(self.directory))):
-                found.append(process.pid)
-        return found
+                pids.append(process.pid)
+        return pids
 
     def kill(self, *words: str) -> None:
         pids = wait_for(lambda: self.pids(*words), f"no process of {words}")
@@ -210,10 +210,8 @@ def end_of(process: subprocess.Popen[str], run: LaunchedRun) -> str:
     return out
 
 
-def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
-    nodes: RayNodes, run: LaunchedRun
-) -> None:
-    """On each host what the plan says; nothing is left."""
+def test_a_run_from_two_files_completes(nodes: RayNodes, run: LaunchedRun) -> None:
+    """Each host runs the processes of the plan, and no process is left."""
     out = end_of(run.on_ray(nodes), run)
     assert sorted(run.losses()) == list(range(1, run.steps + 1))
     assert "starting server b 0 on b" in out and "starting workers on a, b (2 workers)" in out
@@ -225,8 +223,8 @@ def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)  # each start takes a minute on a busy machine
-def test_a_run_that_has_just_been_stopped_is_resumed(nodes: RayNodes, run: LaunchedRun) -> None:
-    """The actor of its supervisor is there for a moment yet."""
+def test_a_run_can_be_resumed_right_after_a_stop(nodes: RayNodes, run: LaunchedRun) -> None:
+    """The actor of its supervisor still exists for a moment."""
     starts = 2
     run.steps = 400
     job = (run.directory / "job.toml").read_text().replace("steps = 6", "steps = 400")
@@ -247,7 +245,7 @@ def test_a_run_that_has_just_been_stopped_is_resumed(nodes: RayNodes, run: Launc
     assert sorted(run.losses()) == list(range(1, len(run.losses()) + 1))
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(run: LaunchedRun) -> None:
+def test_an_absent_cluster_is_reported_in_a_sentence(run: LaunchedRun) -> None:
     """Rule 5: Ray itself would try for minutes."""
     where = f"127.0.0.1:{free_port()}"
     words = ("--on", "ray", "--ray-address", where, "--name", "r")
@@ -259,11 +257,11 @@ def test_a_cluster_that_is_not_there_is_one_sentence(run: LaunchedRun) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_whatever_is_killed_the_run_goes_on_with_the_losses_of_one_that_nobody_kills(
+def test_a_run_continues_with_the_same_losses_after_any_kill(
     nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules 1 and 3: a worker, a server, a server's actor, the supervisor, the actor that holds it, a node, the
-    launcher. The undisturbed run is one on this host, without Ray."""
+    """Rules 1 and 3: a worker, a server, a server's actor, the supervisor, the supervisor's actor,
+    a node and the launcher are killed. The reference run is on this host, without Ray."""
     steps = 600
     (tmp_path / "plain").mkdir()
     plain = LaunchedRun(tmp_path / "plain", monkeypatch, steps)
@@ -291,7 +289,7 @@ def test_whatever_is_killed_the_run_goes_on_with_the_losses_of_one_that_nobody_k
                 kill_actor_of(run, "launch.supervise")
             else:
                 run.kill(fault)
-            told(fault)
+            print_fault(fault)
             run.reach(len(run.losses()) + 4)
         wait_for(lambda: run.state()["phase"] == "ended", "the end", END_S)
         assert run.state()["code"] == 0, run.log()
@@ -312,11 +310,11 @@ FAULTS = (
 )
 
 
-def told(fault: str) -> None:
+def print_fault(fault: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} killed: {fault}", flush=True)
 
 
 def kill_actor_of(run: LaunchedRun, *words: str) -> None:
-    """The Ray process that holds a process of the run: the parent of its agent."""
+    """Kill the Ray actor of a process of the run, which is the parent of its agent."""
     (pid, *_) = wait_for(lambda: run.pids(*words), f"no process of {words}")
     psutil.Process(pid).parent().parent().kill()

@@ -1,5 +1,5 @@
-"""The files for Slurm on a Slurm: a controller and three nodes of this machine, made for the test.
-Skipped where Slurm is not installed (Debian: slurm-wlm, munge)."""
+"""The files for Slurm on a real Slurm: a controller and three nodes on this machine. The tests are
+skipped if Slurm is not installed (Debian: slurm-wlm, munge)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ NODES = ("gpu0", "gpu1", "spare0")
 def slurm(tmp_path: Path) -> Iterator[LocalSlurm]:
     home = tmp_path / "slurm"
     home.mkdir()
-    with LocalSlurm(home, NODES) as one:
-        yield one
+    with LocalSlurm(home, NODES) as cluster:
+        yield cluster
 
 
-def written(
+def write_run(
     tmp_path: Path, steps: int, device: str = "cpu", workers: Sequence[int] = (1, 1)
 ) -> Path:
-    """A run of two hosts with workers and a server; the directory of its files."""
+    """Write the files of a run of two worker hosts and a server. Returns their directory."""
     server, rendezvous = free_ports(2)
     store = ServerPlace(str(tmp_path / "ssd" / "run"), server)
     hosts = (
@@ -75,25 +75,25 @@ def losses(tmp_path: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-def a_task(slurm: LocalSlurm, words: str) -> psutil.Process:
-    """A Python of this Slurm's jobs that runs `words`, itself and not through torchrun."""
-    for one in slurm.tasks():
+def find_task(slurm: LocalSlurm, words: str) -> psutil.Process:
+    """Return the Python process of a Slurm job that runs `words` itself, not through torchrun."""
+    for task in slurm.tasks():
         with suppress(psutil.Error):
-            line = " ".join(one.cmdline())
-            if "python" in one.name() and words in line and "torch.distributed.run" not in line:
-                return one
+            line = " ".join(task.cmdline())
+            if "python" in task.name() and words in line and "torch.distributed.run" not in line:
+                return task
     raise AssertionError(f"no task runs {words}")
 
 
-def test_sbatch_would_take_the_script(slurm: LocalSlurm, tmp_path: Path) -> None:
-    out = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=written(tmp_path, 1))
+def test_sbatch_accepts_the_script(slurm: LocalSlurm, tmp_path: Path) -> None:
+    out = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=write_run(tmp_path, 1))
     assert "on nodes gpu[0-1],spare0" in out
 
 
-def test_a_run_goes_on_after_kills_and_a_notice_with_its_losses(
+def test_a_run_continues_after_kills_and_a_notice_with_the_same_losses(
     slurm: LocalSlurm, tmp_path: Path
 ) -> None:  # Rules 1, 3
-    files = written(tmp_path, 120)
+    files = write_run(tmp_path, 120)
 
     def log() -> str:
         return "".join(path.read_text() for path in files.glob("slurm-*.out"))
@@ -103,22 +103,24 @@ def test_a_run_goes_on_after_kills_and_a_notice_with_its_losses(
 
     job = slurm.ask("sbatch", "--parsable", "run.sbatch", cwd=files)
     upto(20)
-    a_task(slurm, "roadtrain.cli serve").send_signal(signal.SIGKILL)
+    find_task(slurm, "roadtrain.cli serve").send_signal(signal.SIGKILL)
     upto(40)
-    a_task(slurm, "roadtrain.cli train").send_signal(signal.SIGKILL)
+    find_task(slurm, "roadtrain.cli train").send_signal(signal.SIGKILL)
     upto(60)
     slurm.ask("scancel", "--signal=INT", "--batch", job)
     wait_for(lambda: "roadtrain: requeued" in log(), 60, log)
     assert "is committed; run the same command to continue from there" in log()
-    undisturbed = tmp_path / "undisturbed"  # while the other waits: Slurm begins it after 2 minutes
+    undisturbed = (
+        tmp_path / "undisturbed"
+    )  # while the first run waits: Slurm restarts it after 2 minutes
     undisturbed.mkdir()
-    slurm.ask("sbatch", "run.sbatch", cwd=written(undisturbed, 120))
+    slurm.ask("sbatch", "run.sbatch", cwd=write_run(undisturbed, 120))
     wait_for(lambda: "roadtrain: done" in log(), 300, log)
     assert [*losses(tmp_path)] == list(range(1, 121))
     assert losses(tmp_path) == losses(undisturbed)
 
 
-# The script alone: a program that is called `python` stands for all that it starts.
+# The script alone: a stub named `python` replaces every program that the script starts.
 
 TORCHRUN = 'echo "torchrun $SLURMD_NODENAME sees ${CUDA_VISIBLE_DEVICES-nothing}."'
 COMMITTED = """echo '{"step": 3}'"""
@@ -126,12 +128,12 @@ COMMITTED = """echo '{"step": 3}'"""
 
 @pytest.fixture(scope="module")
 def with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
-    with LocalSlurm(tmp_path_factory.mktemp("slurm"), NODES, {"gpu0": 4, "gpu1": 2}) as one:
-        yield one
+    with LocalSlurm(tmp_path_factory.mktemp("slurm"), NODES, {"gpu0": 4, "gpu1": 2}) as cluster:
+        yield cluster
 
 
-def begun(slurm: LocalSlurm, files: Path, torchrun: str, committed: str = COMMITTED) -> str:
-    """The number of a job whose python runs these shell words."""
+def submit(slurm: LocalSlurm, files: Path, torchrun: str, committed: str = COMMITTED) -> str:
+    """Submit a job whose `python` runs these shell commands. Returns its number."""
     python = files / "bin" / "python"
     python.parent.mkdir()
     python.write_text(
@@ -155,24 +157,24 @@ def log_of(files: Path) -> str:
 @pytest.mark.parametrize(
     "workers, seen", [((1, 1), ("0", "0")), ((3, 1), ("0,1,2", "0")), ((1, 2), ("0", "0,1"))]
 )
-def test_workers_of_each_host_have_as_many_gpus_as_they_are(
+def test_each_worker_of_a_host_gets_a_gpu(
     with_gpus: LocalSlurm, tmp_path: Path, workers: Sequence[int], seen: Sequence[str]
 ) -> None:
-    files = written(tmp_path, 1, "cuda", workers)
-    begun(with_gpus, files, TORCHRUN)
+    files = write_run(tmp_path, 1, "cuda", workers)
+    submit(with_gpus, files, TORCHRUN)
     wait_for(lambda: "roadtrain: done" in log_of(files), 90, lambda: log_of(files))
     for host, gpus in zip(NODES, seen):
         assert f": torchrun {host} sees {gpus}.\n" in log_of(files)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_notice_before_the_workers_begin_is_heard(
+def test_a_notice_before_the_workers_start_requeues_the_job(
     with_gpus: LocalSlurm, tmp_path: Path, device: str
 ) -> None:
-    """cuda: the job has components, which are put back together."""
-    files = written(tmp_path, 1, device)
+    """cuda: The job has several components, which are requeued together."""
+    files = write_run(tmp_path, 1, device)
     asks = tmp_path / "asks"
-    job = begun(with_gpus, files, TORCHRUN, f"touch {asks}; sleep 3; {COMMITTED}")
+    job = submit(with_gpus, files, TORCHRUN, f"touch {asks}; sleep 3; {COMMITTED}")
     wait_for(asks.exists, 60, lambda: log_of(files))
     with_gpus.ask("scancel", "--signal=INT", "--batch", job)
     wait_for(lambda: "roadtrain: requeued" in log_of(files), 60, lambda: log_of(files))
@@ -185,24 +187,24 @@ def test_a_notice_before_the_workers_begin_is_heard(
     assert "torchrun" not in log_of(files)
 
 
-def test_workers_that_commit_nothing_are_given_up(with_gpus: LocalSlurm, tmp_path: Path) -> None:
-    """Also where each start writes a line of a step."""
-    files = written(tmp_path, 1)
+def test_workers_that_commit_nothing_end_the_job(with_gpus: LocalSlurm, tmp_path: Path) -> None:
+    """This holds even if each start writes a line to the metrics."""
+    files = write_run(tmp_path, 1)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    begun(with_gpus, files, f"{TORCHRUN}; echo >>{metrics}; exit 1")
+    submit(with_gpus, files, f"{TORCHRUN}; echo >>{metrics}; exit 1")
     wait_for(lambda: "without a committed step" in log_of(files), 120, lambda: log_of(files))
     assert "workers failed 6 times without a committed step, last with code 1" in log_of(files)
     assert metrics.read_text() == 12 * "\n"
 
 
 @pytest.mark.parametrize("workers", [(1, 1), (1, 2)])
-def test_a_host_whose_workers_outlive_the_others_has_a_minute(
+def test_workers_that_outlive_the_others_are_restarted_after_a_minute(
     with_gpus: LocalSlurm, tmp_path: Path, workers: Sequence[int]
 ) -> None:
-    """Whether they are one step or several."""
-    files = written(tmp_path, 1, "cuda", workers)
+    """The workers are a single job step or several."""
+    files = write_run(tmp_path, 1, "cuda", workers)
     hangs = "[[ $SLURMD_NODENAME = gpu0 ]] && sleep 600"
-    begun(with_gpus, files, f"{TORCHRUN}; {hangs}; exit 7")
+    submit(with_gpus, files, f"{TORCHRUN}; {hangs}; exit 7")
     wait_for(lambda: "restarting all of them" in log_of(files), 120, lambda: log_of(files))
     assert "workers ended with code" in log_of(files)
     with_gpus.ask("scancel", "--user=root")

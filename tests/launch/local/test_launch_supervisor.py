@@ -1,5 +1,5 @@
-"""A launched run: its supervisor at an engine of small processes, and whole runs on this host by
-the command."""
+"""A launched run: its supervisor with an engine of small processes, and whole runs on this host
+through the command."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ MODEL = {
 }
 
 
-def wait_for(found: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
     deadline = time.monotonic() + within_s
-    while not (result := found()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within {within_s:.0f} s"
         time.sleep(0.05)
     return result
@@ -85,23 +85,23 @@ def plan_tree(directory: Path, workers: int) -> dict[str, Any]:
     return {
         "placement": "server",
         "parallelism": {"dp": workers},
-        "micro_batch": 2 // workers,  # a step of the job is 2 samples
+        "micro_batch": 2 // workers,  # a step of the job has 2 samples
         "machines": {"rendezvous_port": free_port(), "hosts": hosts},
     }
 
 
 class SmallProcesses:
-    """A LaunchEngine whose services sleep, and whose workers run `script`."""
+    """A LaunchEngine whose services sleep and whose workers run `script`."""
 
     def __init__(self, script: str) -> None:
         self.script = script
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self.workers: tuple[int, list[subprocess.Popen[bytes]]] | None = None
         self.step = -1
-        self.jobs: list[Job] = []  # of each attempt, as its workers read it
-        self.refuses = 0  # so many starts of a service
-        self.finishes_its_step = False  # though it was asked to end
-        self.happened: list[RunEvent] = []  # that is told next
+        self.jobs: list[Job] = []  # the job file of each attempt
+        self.refuses = 0  # number of service starts to refuse
+        self.finishes_its_step = False  # ignore requests to stop
+        self.pending: list[RunEvent] = []  # returned by the next `events`
         self.closed = False
 
     def hosts(self) -> Sequence[HostSeen]:
@@ -135,7 +135,7 @@ class SmallProcesses:
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         time.sleep(min(0.02, timeout_s))
-        out, self.happened = self.happened, list[RunEvent]()
+        out, self.pending = self.pending, list[RunEvent]()
         for name, process in list(self.services.items()):
             if (code := process.poll()) is not None:
                 del self.services[name]
@@ -154,7 +154,7 @@ class SmallProcesses:
             process.wait()
 
 
-class Supervised:
+class SupervisedRun:
     """A supervisor in a thread."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Supervised:
             supervisor = Supervisor(run, self.engine, self.home, logs, ends_with_launcher=stops)
             self.code = supervisor.run()
 
-    def __enter__(self) -> Supervised:
+    def __enter__(self) -> SupervisedRun:
         self._thread.start()
         return self
 
@@ -199,21 +199,21 @@ class Supervised:
         return self.home.all_log.read_text() if self.home.all_log.exists() else ""
 
 
-def test_workers_that_fail_once_and_end_well(tmp_path: Path) -> None:
-    with Supervised(tmp_path, "exit $((1 - $0))") as run:
+def test_workers_that_fail_once_are_restarted(tmp_path: Path) -> None:
+    with SupervisedRun(tmp_path, "exit $((1 - $0))") as run:
         state = run.ended()
     assert (state.phase, state.code, state.why) == ("ended", 0, "all workers are done")
     assert state.attempt == 1
-    by_name = {one.name: one for one in state.processes}
+    by_name = {process.name: process for process in state.processes}
     assert by_name["worker 0"].restarts == 1 and by_name["server s0 0"].restarts == 0
     log = run.log()
-    told = log.index("all workers restart from the committed step at once")
-    assert "[worker 0 gpu0] attempt 0 is over" in log[:told]  # and then it was done
-    assert "[worker 0 gpu0] attempt 1 is over" in log[told:]
+    restart = log.index("all workers restart from the committed step at once")
+    assert "[worker 0 gpu0] attempt 0 is over" in log[:restart]  # the restart follows
+    assert "[worker 0 gpu0] attempt 1 is over" in log[restart:]
 
 
-def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
-    with Supervised(tmp_path, "exec sleep 1000") as run:
+def test_a_service_restart_is_shown_by_status(tmp_path: Path) -> None:
+    with SupervisedRun(tmp_path, "exec sleep 1000") as run:
         server = wait_for(lambda: run.engine.services.get("server s0 0"), "a server")
         server.kill()
 
@@ -232,42 +232,42 @@ def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
     assert "server s0 0 on s0 ended (signal 9), it is restarted at once: its last line" in run.log()
 
 
-def test_a_start_that_the_engine_refuses_is_tried_again(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, "exit 0")
+def test_a_start_refused_by_the_engine_is_retried(tmp_path: Path) -> None:
+    run = SupervisedRun(tmp_path, "exit 0")
     run.engine.refuses = 1
     with run:
         assert run.ended().code == 0
     assert "host s0 cannot be reached" in run.log()
 
 
-def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(
+def test_a_host_lost_before_the_first_turn_gets_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a supervisor finds it that was started again."""
+    """A restarted supervisor sees this order of events."""
     monkeypatch.setattr(run_state, "BACK_S", 0.5)
-    run = Supervised(tmp_path, "exit 0")
-    run.engine.happened.append(HostLost("gpu0", "it is gone"))
+    run = SupervisedRun(tmp_path, "exit 0")
+    run.engine.pending.append(HostLost("gpu0", "it is gone"))
     with run:
-        wait_for(lambda: "workers wait: gpu0 must be back" in run.log(), "a word")
+        wait_for(lambda: "workers wait: gpu0 must be back" in run.log(), "a message")
         assert run.engine.workers is None
-        run.engine.happened.append(HostJoined("gpu0", "127.0.0.1", 1))
+        run.engine.pending.append(HostJoined("gpu0", "127.0.0.1", 1))
         assert run.ended().code == 0
 
 
-def test_a_host_that_came_and_cannot_run_workers_is_told(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, "exec sleep 1000")
+def test_a_joined_host_that_cannot_run_workers_is_reported(tmp_path: Path) -> None:
+    run = SupervisedRun(tmp_path, "exec sleep 1000")
     with run:
         wait_for(lambda: run.engine.workers, "workers")
-        run.engine.happened.append(HostJoined("new", "127.0.0.2", 1))
-        said = "host new joined, but is not used for workers: it does not answer"
-        wait_for(lambda: said in run.log(), "a word")
+        run.engine.pending.append(HostJoined("new", "127.0.0.2", 1))
+        message = "host new joined, but is not used for workers: it does not answer"
+        wait_for(lambda: message in run.log(), "a message")
         ask_supervisor(run.home, "stop")
         assert run.ended().code == 130
 
 
-def test_a_user_stops_a_run_that_is_being_measured(tmp_path: Path) -> None:
-    """Who asked for the measurement finds that it is not to go on."""
-    run = Supervised(tmp_path, "exec sleep 1000")
+def test_a_run_can_be_stopped_while_it_is_measured(tmp_path: Path) -> None:
+    """The measurement ends without a result."""
+    run = SupervisedRun(tmp_path, "exec sleep 1000")
     run.engine.finishes_its_step = True
     with run:
         workers = wait_for(lambda: run.engine.workers, "workers")
@@ -281,7 +281,7 @@ def test_a_user_stops_a_run_that_is_being_measured(tmp_path: Path) -> None:
 
 
 def test_a_full_home_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """state.json waits for room, which is said once (Rules 3 and 6)."""
+    """state.json waits for free space, which is reported once (Rules 3 and 6)."""
     real, full = RunHome.write_state, threading.Event()
 
     def write_state(home: RunHome, state: RunState) -> None:
@@ -291,7 +291,7 @@ def test_a_full_home_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(RunHome, "write_state", write_state)
     monkeypatch.setattr(supervisor, "WRITE_AGAIN_S", 0.1)
-    with Supervised(tmp_path, "exec sleep 1000") as run:
+    with SupervisedRun(tmp_path, "exec sleep 1000") as run:
         wait_for(lambda: run.engine.workers, "workers")
         full.set()
         for attempt in (1, 2):
@@ -306,9 +306,9 @@ def test_a_full_home_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run.log().count("state.json can be written again") == 1
 
 
-def test_a_run_that_was_asked_to_end_does_so_under_the_next_supervisor(tmp_path: Path) -> None:
-    """Its supervisor was killed before it had ended."""
-    run = Supervised(tmp_path, "exec sleep 1000")
+def test_the_next_supervisor_completes_a_requested_stop(tmp_path: Path) -> None:
+    """The first supervisor was killed before the run ended."""
+    run = SupervisedRun(tmp_path, "exec sleep 1000")
     run.home.write_state(msgspec.structs.replace(run.home.state(), stops="the user asked for it"))
     with run:
         state = run.ended()
@@ -316,9 +316,9 @@ def test_a_run_that_was_asked_to_end_does_so_under_the_next_supervisor(tmp_path:
     assert "starting" not in run.log()
 
 
-def test_steps_of_an_older_run_are_not_those_of_one_that_begins_anew(tmp_path: Path) -> None:
-    """Its directory tells of the older one's until the new one's workers have begun (Rule 6)."""
-    run = Supervised(tmp_path, "exec sleep 1000", new_store=True)
+def test_steps_of_an_older_run_do_not_count_for_a_new_run(tmp_path: Path) -> None:
+    """The directory holds the older run's steps until the new workers have started (Rule 6)."""
+    run = SupervisedRun(tmp_path, "exec sleep 1000", new_store=True)
     run.engine.step = 998
     with run:
         first = wait_for(lambda: run.engine.workers, "workers")
@@ -326,7 +326,7 @@ def test_steps_of_an_older_run_are_not_those_of_one_that_begins_anew(tmp_path: P
         first[1][0].kill()
         wait_for(lambda: len(run.engine.jobs) == 2, "a second attempt")
         assert run.home.state().step == -1
-        run.engine.happened.append(Output("worker 0", "gpu0", "step 1/5  loss 5.0"))
+        run.engine.pending.append(Output("worker 0", "gpu0", "step 1/5  loss 5.0"))
         run.engine.step = 1
         wait_for(lambda: "step 1/5" in run.log(), "a step")
         wait_for(lambda: run.engine.workers, "workers")[1][0].kill()
@@ -337,8 +337,8 @@ def test_steps_of_an_older_run_are_not_those_of_one_that_begins_anew(tmp_path: P
     assert [job.launched.committed for job in run.engine.jobs] == [0, 0, 1]
 
 
-def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:
-    with Supervised(tmp_path, "exec sleep 1000", stops=True) as run:
+def test_the_end_of_the_launcher_ends_the_run(tmp_path: Path) -> None:
+    with SupervisedRun(tmp_path, "exec sleep 1000", stops=True) as run:
         wait_for(lambda: run.engine.workers, "workers")
         with closing(ControlClient(run.home)) as launcher:
             launcher.ask("hello")
@@ -354,8 +354,8 @@ def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:
 # -- whole runs --
 
 
-class Launched:
-    """A run named `tiny` of this test, by the command."""
+class LaunchedRun:
+    """A run named `tiny`, launched through the command."""
 
     def __init__(self, directory: Path, workers: int, steps: int) -> None:
         self.directory = directory
@@ -369,7 +369,7 @@ class Launched:
         return [warm_python(), "-m", "roadtrain.cli", *words]
 
     def launch(self, *words: str) -> subprocess.Popen[bytes]:
-        """In the foreground; what it prints goes to a file."""
+        """Launch in the foreground, with the output in a file."""
         named = words or ("launch", str(self.plan), str(self.job), "--name", "tiny")
         with open(self.directory / "launcher.log", "ab") as log:
             return subprocess.Popen(
@@ -405,34 +405,32 @@ class Launched:
         wait_for(lambda: len(self.lines) >= step, f"step {step}", RUN_S)
 
     def processes(self, *words: str) -> list[int]:
-        """Of this run, whose command line has all of `words`."""
-        found = []
+        """Return the pids of this run's processes whose command line contains all `words`."""
+        pids = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 line = (entry / "cmdline").read_bytes().decode() if entry.name.isdigit() else ""
                 if str(self.directory) in line and all(word in line for word in words):
-                    found.append(int(entry.name))
-        return [one for one in found if one != os.getpid()]
+                    pids.append(int(entry.name))
+        return [pid for pid in pids if pid != os.getpid()]
 
     def kill(self, *words: str) -> None:
-        (one, *_) = self.processes(*words)
-        os.kill(one, signal.SIGKILL)
+        (pid, *_) = self.processes(*words)
+        os.kill(pid, signal.SIGKILL)
 
     def nothing_runs(self) -> bool:
         return not self.processes("roadtrain")
 
 
 @contextmanager
-def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
-    run = Launched(directory, workers, steps)
+def launched(directory: Path, workers: int, steps: int) -> Iterator[LaunchedRun]:
+    run = LaunchedRun(directory, workers, steps)
     try:
         yield run
     finally:
-        for what in (
-            "standby_main",
-            "supervise",
-        ):  # a standby goes on where its supervisor is killed
-            for pid in run.processes(f"roadtrain.launch.{what}"):
+        # the standby first: it continues if only its supervisor is killed
+        for module in ("standby_main", "supervise"):
+            for pid in run.processes(f"roadtrain.launch.{module}"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         wait_for(run.nothing_runs, "the end of all processes")
@@ -440,25 +438,25 @@ def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_when_its_server_and_worker_are_killed(tmp_path: Path) -> None:
-    """Rules 1 and 3: its losses are those of one process that nobody kills."""
+def test_a_run_continues_after_its_server_is_killed(tmp_path: Path) -> None:
+    """Rules 1 and 3: the losses equal those of an undisturbed run in a single process."""
     steps = 100
     with launched(tmp_path, 1, steps) as run:
         launcher = run.launch()
         run.step_reached(8)
         run.kill("serve", "--store")
-        _, said = run.run("status", "tiny")
-        assert "server s0 0" in said and "worker 0" in said, said
+        _, output = run.run("status", "tiny")
+        assert "server s0 0" in output and "worker 0" in output, output
         assert launcher.wait(RUN_S) == 0, (tmp_path / "launcher.log").read_text()
         printed = (tmp_path / "launcher.log").read_text()
         assert "server s0 0 on s0 ended (signal 9), it is restarted at once" in printed
         assert f"step {steps}/{steps}" in printed and "first step " in printed
         assert "run tiny is done: all workers are done" in printed
         state = run.home.state()
-        assert {one.name: one.restarts for one in state.processes}["server s0 0"] == 1
-        code, said = run.run("status", "tiny")
-        assert code == 0 and f"{steps} of {steps}" in said, said
-        assert "does not answer" not in said  # its server has ended with it
+        assert {process.name: process.restarts for process in state.processes}["server s0 0"] == 1
+        code, output = run.run("status", "tiny")
+        assert code == 0 and f"{steps} of {steps}" in output, output
+        assert "does not answer" not in output  # the server has ended with the run
         assert run.losses() == plain_losses(tmp_path, steps)
 
 
@@ -478,8 +476,8 @@ def small_disk(directory: Path, nbytes: int) -> Iterator[None]:
 @pytest.mark.timeout(600)
 @pytest.mark.lab
 @pytest.mark.alone
-def test_a_run_whose_home_is_full_goes_on_also_under_its_standby(tmp_path: Path) -> None:
-    """Rule 3: a worker and the supervisor are killed meanwhile."""
+def test_a_run_with_a_full_home_continues_even_under_its_standby(tmp_path: Path) -> None:
+    """Rule 3: a worker and the supervisor are killed while the home is full."""
     steps = 200
     with small_disk(tmp_path / ".roadtrain", 200_000), launched(tmp_path, 1, steps) as run:
         launcher = run.launch()
@@ -501,7 +499,7 @@ def test_a_run_whose_home_is_full_goes_on_also_under_its_standby(tmp_path: Path)
 
 
 def plain_losses(directory: Path, steps: int) -> list[float]:
-    """Of one process on files, in this one."""
+    """Train in this process on files and return the losses."""
     job = make_job(job_tree(directory, steps)).changed({"run.dir": str(directory / "plain")})
     train(job, report=lambda _: None)
     return [line["loss"] for line in read_metrics(directory / "plain" / "metrics.jsonl")]
@@ -510,10 +508,10 @@ def plain_losses(directory: Path, steps: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
-def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
-    """Rule 3: a launcher takes the run with it or leaves it alone, as asked; a supervisor's standby
-    goes on; where both are killed nothing is left, and the run is resumed; losses are those of a
-    run that nobody kills."""
+def test_kills_of_launchers_and_supervisors_change_no_loss(tmp_path: Path) -> None:
+    """Rule 3: the death of a launcher ends the run or leaves it running, as requested. After a kill
+    of the supervisor its standby continues. After a kill of both no process is left, and the run
+    can be resumed. The losses equal those of an undisturbed run."""
     steps = 400
     with launched(tmp_path, 1, steps) as run:
         words = ("launch", str(run.plan), str(run.job), "--name", "tiny")
@@ -526,7 +524,7 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         )
         assert (run.home.state().code, run.home.state().why) == (130, "the launcher ended")
         assert run.run("status", "tiny")[0] == 0
-        wait_for(run.nothing_runs, "the end of what ran")
+        wait_for(run.nothing_runs, "the end of all processes")
 
         assert run.run("launch", "--resume", "tiny", "--detach")[0] == 0
         run.step_reached(len(run.lines) + 5)
@@ -535,19 +533,19 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         run.step_reached(len(run.lines) + 5)
         assert run.home.record().start == 1 and run.home.is_supervised()
         assert "the standby goes on" in run.home.all_log.read_text()
-        for pid in run.processes("roadtrain.launch.standby_main"):  # it, and one of its own
+        for pid in run.processes("roadtrain.launch.standby_main"):  # and its own standby
             os.kill(pid, signal.SIGSTOP)
         for pid in run.processes("roadtrain.launch.standby_main"):
             os.kill(pid, signal.SIGKILL)
-        wait_for(run.nothing_runs, "the end of what a supervisor had started")
-        code, said = run.run("status", "tiny")
-        assert code == 1 and "the supervisor was killed" in said
+        wait_for(run.nothing_runs, "the end of the supervisor's processes")
+        code, output = run.run("status", "tiny")
+        assert code == 1 and "the supervisor was killed" in output
 
         launcher = run.launch("launch", "--resume", "tiny")
         run.step_reached(len(run.lines) + 5)
         launcher.kill()
         launcher.wait()
-        assert run.home.is_supervised()  # and goes on
+        assert run.home.is_supervised()  # and continues
         run.kill("train", "job.toml")
         wait_for(lambda: not run.home.is_supervised(), "the end of the run", RUN_S)
         assert run.home.state().code == 0, run.home.all_log.read_text()
@@ -562,13 +560,13 @@ def test_a_run_is_stopped_and_refused_by_name(tmp_path: Path) -> None:
     with launched(tmp_path, 2, 3000) as run:
         launcher = run.launch()
         run.step_reached(3)
-        code, said = run.run("launch", "--stop", "tiny")
-        assert code == 0 and "run tiny is stopped: the user asked for it" in said
+        code, output = run.run("launch", "--stop", "tiny")
+        assert code == 0 and "run tiny is stopped: the user asked for it" in output
         assert launcher.wait(RUN_S) == 130
-        wait_for(run.nothing_runs, "the end of what ran")
+        wait_for(run.nothing_runs, "the end of all processes")
         done = len(run.lines)
         (tmp_path / "store").rename(tmp_path / "elsewhere")
-        code, said = run.run("launch", "--resume", "tiny")
-        assert code == 2 and "are their disks mounted?" in said
+        code, output = run.run("launch", "--resume", "tiny")
+        assert code == 2 and "are their disks mounted?" in output
         wait_for(run.nothing_runs, "the end of a supervisor that has refused")
         assert len(run.lines) == done
