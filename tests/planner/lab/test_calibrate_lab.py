@@ -1,5 +1,5 @@
-"""`roadtrain calibrate --lab` and `plan --verify --lab`: real steps on an emulated cluster
-beside simulated ones."""
+"""`roadtrain calibrate --lab` and `plan --verify --lab`: real steps on an emulated cluster beside
+simulated steps."""
 
 from __future__ import annotations
 
@@ -66,8 +66,10 @@ def stores() -> set[Path]:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Paths of a cluster's and a job's file, in an empty current directory; nothing of a lab is
-    left at the end."""
+    """`files(store)` writes a cluster file and a job file into an empty current directory.
+
+    After the test no part of a lab is left.
+    """
     monkeypatch.chdir(tmp_path)
 
     def make(
@@ -94,32 +96,32 @@ def files(tmp_path, monkeypatch):
     assert str(tmp_path) not in running
 
 
-def rows(told: str) -> dict[str, list[float]]:
-    """Of what is told: stage -> seconds measured, by the file, calibrated."""
+def rows(out: str) -> dict[str, list[float]]:
+    """Parse stage -> [seconds measured, by the file, calibrated] from the printed table."""
     units = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
     return {
         line[2:12].strip(): [
             float(number) * units[unit]
             for number, unit in re.findall(r"([\d.]+) (s|ms|us)\b", line[12:])
         ]
-        for line in told.splitlines()
+        for line in out.splitlines()
         if re.match(r"  \w.* m?u?s", line)
     }
 
 
 @pytest.mark.exhaustive
-def test_two_workers_and_a_server(files, capsys):
+def test_two_workers_and_a_server_are_calibrated(files, capsys):
     cluster, job = files('[servers]\naddresses = ["HOST:PORT"]', count=2)
     before = Path(cluster).read_text()
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
-    told = capsys.readouterr().out
-    found = rows(told)
-    assert "placement server, 2 worker(s)" in told and "so their rates were not measured" in told
-    assert {"a step", "Forward", "Backward", "Wait", "Update"} <= set(found)
-    real, by_file, calibrated = found["a step"]
+    out = capsys.readouterr().out
+    stages = rows(out)
+    assert "placement server, 2 worker(s)" in out and "so their rates were not measured" in out
+    assert {"a step", "Forward", "Backward", "Wait", "Update"} <= set(stages)
+    real, by_file, calibrated = stages["a step"]
     assert calibrated == pytest.approx(real, rel=0.25)
-    assert by_file < calibrated  # the file's device computes at once
-    computing = [sum(found[name][k] for name in ("Forward", "Backward")) for k in (0, 2)]
+    assert by_file < calibrated  # the device of the file computes in no time
+    computing = [sum(stages[name][k] for name in ("Forward", "Backward")) for k in (0, 2)]
     assert computing[1] == pytest.approx(computing[0], rel=0.25)
     assert Path(cluster).read_text() == before
     lab = load_cluster("mine.lab.toml")
@@ -135,16 +137,16 @@ def test_two_workers_and_a_server(files, capsys):
 
 @pytest.mark.exhaustive
 @needs_devices
-def test_a_worker_with_an_ssd(files, capsys):
+def test_a_worker_with_an_ssd_is_calibrated(files, capsys):
     cluster, job = files('[store]\nfiles = ["anywhere"]', spare=False)
     Path(job).write_text('[budget]\nhost = "64MiB"\n' + Path(job).read_text())
-    # writes of steps run into each other
+    # the writes of successive steps overlap
     assert cli.main(["calibrate", cluster, job, "--lab", "--steps", "15"]) == 0
-    told = capsys.readouterr().out
-    found = rows(told)
-    print(told)
-    assert "placement files" in told and {"Read", "Write", "Update"} <= set(found)
-    assert found["a step"][2] == pytest.approx(found["a step"][0], rel=0.25)
+    out = capsys.readouterr().out
+    stages = rows(out)
+    print(out)
+    assert "placement files" in out and {"Read", "Write", "Update"} <= set(stages)
+    assert stages["a step"][2] == pytest.approx(stages["a step"][0], rel=0.25)
     assert {"hosts.gpu.device", "hosts.gpu.updates"} <= set(load_cluster("mine.lab.toml").measured)
 
 
@@ -163,21 +165,21 @@ def test_a_plan_is_verified(files, capsys):
         "--placements",
     ]
     assert cli.main([*words, "server"]) == 0
-    told = capsys.readouterr().out
-    print(told)
-    found = rows(told)
+    out = capsys.readouterr().out
+    print(out)
+    stages = rows(out)
     assert (
-        "placement server, 1 worker(s)" in told
-        and "wrote the measured rates to mine.lab.toml" in told
+        "placement server, 1 worker(s)" in out
+        and "wrote the measured rates to mine.lab.toml" in out
     )
-    assert found["a step"][2] == pytest.approx(found["a step"][0], rel=0.25)
+    assert stages["a step"][2] == pytest.approx(stages["a step"][0], rel=0.25)
     assert cli.main([*words, "ddp"]) == 2 and "cannot be run in the lab" in capsys.readouterr().err
     assert cli.main([word for word in words if word != "--verify"] + ["ddp"]) == 2
     assert "--lab needs --verify" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("store", "cluster", "says"),
+    ("store", "cluster", "message"),
     [
         ('[servers]\naddresses = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without devices"),
         ("[store]\nfiles = []", {"count": 2}, "2 device(s) of the first kind"),
@@ -189,9 +191,9 @@ def test_a_plan_is_verified(files, capsys):
         ('[servers]\naddresses = ["HOST:PORT"]\nreplicas = 2', {}, "without compression"),
     ],
 )
-def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
+def test_clusters_that_cannot_be_emulated_are_refused(files, capsys, store, cluster, message):
     assert cli.main(["calibrate", *files(store, **cluster), "--lab"]) == 2
-    assert says in capsys.readouterr().err and not Path("mine.lab.toml").exists()
+    assert message in capsys.readouterr().err and not Path("mine.lab.toml").exists()
 
 
 def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
@@ -201,12 +203,12 @@ def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
     assert re.search(r"need [\d.]+ TiB of memory, but [\d.]+ GiB are free", capsys.readouterr().err)
 
 
-def test_what_a_failed_worker_said_is_told(files, capsys):
+def test_the_error_of_a_failed_worker_is_reported(files, capsys):
     cluster, job = files("[store]\nfiles = []")
     Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (
-        "worker 0 exited with code 1" in (said := capsys.readouterr().err)
-        and "budget" in said
-        and "Traceback" not in said
+        "worker 0 exited with code 1" in (error := capsys.readouterr().err)
+        and "budget" in error
+        and "Traceback" not in error
     )

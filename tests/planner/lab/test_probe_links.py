@@ -1,6 +1,6 @@
-"""`roadtrain probe` over emulated links: the measured rate of every ordered pair, those to the
-asking host too, is that of its slower end; the whole command writes all hosts; one that goes
-meanwhile is named, and the rest is written.
+"""`roadtrain probe` over emulated links: the measured rate of every ordered pair, including pairs
+with the probing host, is that of its slower end. The command writes all hosts. A host that is lost
+during the probe is named, and the other hosts are written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roadtrain.lab import LabNic, Network, network_available
 from roadtrain.transport.address import write_token
 
 RATES = {"a": 50e6, "b": 12.5e6, "c": 50e6}
-CARRIED = 0.956  # of a link's bytes, by whole Ethernet frames
+CARRIED = 0.956  # payload share of a link's bytes in full Ethernet frames
 PORT = 7100
 ASK = """
 import json, sys
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 class Lab:
-    """Hosts b and c listen, a asks."""
+    """Hosts b and c listen, and host a probes them."""
 
     def __init__(self, network: Network, home: Path) -> None:
         self.network, self.token, self.out = network, home / "token", home / "cluster.toml"
@@ -89,29 +89,29 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     with Network({name: [LabNic(rate)] for name, rate in RATES.items()}) as network:
-        made = Lab(network, tmp_path)
+        hosts = Lab(network, tmp_path)
         try:
-            for process in made.listening.values():
+            for process in hosts.listening.values():
                 assert process.stdout is not None and "listening at" in process.stdout.readline()
-            yield made
+            yield hosts
         finally:
-            for process in made.running:
+            for process in hosts.running:
                 process.kill()
-            for process in made.running:
+            for process in hosts.running:
                 process.communicate(timeout=30)
 
 
 def test_every_pair_has_the_rate_of_its_slower_end(lab: Lab) -> None:
     names = {lab.where["b"]: "b", lab.where["c"]: "c", "here": "a"}
-    best = dict.fromkeys(permutations("abc", 2), 0.0)  # of the link's rate
-    for _ in range(5):  # a busy machine that stalls makes a rate low, and none high
+    best = dict.fromkeys(permutations("abc", 2), 0.0)  # share of the link's rate
+    for _ in range(5):  # a stall of the machine lowers a rate and never raises it
         asking = lab.start("a", "-c", ASK, str(lab.token), lab.others)
         out, _ = asking.communicate(timeout=120)
         assert asking.returncode == 0, out
         rows, missing = json.loads(out.splitlines()[-1])
-        found = {(names[begin], names[end]): both for begin, end, *both in rows}
-        assert set(found) == set(best) and not missing
-        for pair, (rate, latency) in found.items():
+        links = {(names[begin], names[end]): both for begin, end, *both in rows}
+        assert set(links) == set(best) and not missing
+        for pair, (rate, latency) in links.items():
             share = rate / (CARRIED * min(RATES[name] for name in pair))
             assert share <= 1.15, (pair, share)
             assert 0 < latency < 0.1
@@ -122,10 +122,10 @@ def test_every_pair_has_the_rate_of_its_slower_end(lab: Lab) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
+def test_the_command_writes_all_hosts(lab: Lab, tmp_path: Path) -> None:
     asking = lab.probe("--dirs", str(tmp_path), "--token-file", str(lab.token))
-    told, _ = asking.communicate(timeout=300)
-    assert asking.returncode == 0, told
+    out, _ = asking.communicate(timeout=300)
+    assert asking.returncode == 0, out
     cluster = load_cluster(lab.out)
     assert len(cluster.hosts) == 3 and cluster.hosts[0].ssds
     for host, best in zip(cluster.hosts, (50e6, 12.5e6, 50e6)):
@@ -142,33 +142,33 @@ def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["killed", "cut off"])
-def test_a_host_that_goes_meanwhile(lab: Lab, how: str) -> None:
-    asking, going = lab.probe("--token-file", str(lab.token)), lab.listening["c"]
-    # one of its directories is measured
-    assert going.stdout is not None and "read" in going.stdout.readline()
+def test_a_host_lost_during_the_probe_is_named(lab: Lab, how: str) -> None:
+    asking, leaving = lab.probe("--token-file", str(lab.token)), lab.listening["c"]
+    # host c is measuring a directory
+    assert leaving.stdout is not None and "read" in leaving.stdout.readline()
     begin = time.monotonic()
     if how == "killed":
-        going.kill()
+        leaving.kill()
     else:
         assert lab.network.hosts["c"].run(["ip", "link", "set", "eth0", "down"]).wait(10) == 0
-    told, _ = asking.communicate(timeout=300)
-    assert asking.returncode == 1 and time.monotonic() - begin < 60, told
-    assert "Traceback" not in told
+    out, _ = asking.communicate(timeout=300)
+    assert asking.returncode == 1 and time.monotonic() - begin < 60, out
+    assert "Traceback" not in out
     cluster = load_cluster(lab.out)
     assert len(cluster.hosts) == 2
     for host in cluster.hosts:
         assert host.nics[0].total == pytest.approx(CARRIED * 12.5e6, rel=0.15)
     named = f"not measured: host {lab.where['c']}: "
-    for lines in told.splitlines(), lab.out.read_text().splitlines():
+    for lines in out.splitlines(), lab.out.read_text().splitlines():
         (line,) = (line.removeprefix("# ") for line in lines if lab.where["c"] in line)
-        assert line.startswith(named) and "was lost" in line, told
+        assert line.startswith(named) and "was lost" in line, out
 
 
-def test_without_a_token(lab: Lab) -> None:
+def test_a_probe_without_a_token_is_refused(lab: Lab) -> None:
     asking = lab.probe()
-    told, _ = asking.communicate(timeout=60)
+    out, _ = asking.communicate(timeout=60)
     assert (
         asking.returncode == 2
-        and "this side has no token, but the peer has one" in told
+        and "this side has no token, but the peer has one" in out
         and not lab.out.exists()
     )

@@ -1,5 +1,5 @@
-"""`roadtrain calibrate`: real steps of a job beside simulated ones; the file then says what was
-measured."""
+"""`roadtrain calibrate`: real steps of a job beside simulated steps; the file then holds the
+measured rates."""
 
 from __future__ import annotations
 
@@ -69,28 +69,28 @@ def files(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("dirs", "name"), [('["{run}/store"]', "files"), ("[]", "zero-offload")])
-def test_rates_are_learnt(files, dirs, name, capsys):
+def test_rates_are_measured(files, dirs, name, capsys):
     cluster, job = files(dirs)
     assert cli.main(["calibrate", cluster, job, "--steps", "9"]) == 0
-    told = capsys.readouterr().out
-    assert f"placement {name}" in told
+    out = capsys.readouterr().out
+    assert f"placement {name}" in out
     real, by_file, calibrated = (
         float(number) * {"ms": 1e-3, "s": 1, "min": 60, "h": 3600}[unit]
         for number, unit in re.findall(
-            r"([\d.]+) (s|ms|min|h)\b", next(line for line in told.splitlines() if "a step" in line)
+            r"([\d.]+) (s|ms|min|h)\b", next(line for line in out.splitlines() if "a step" in line)
         )
     )
-    assert by_file > 5 * real  # the file said that this machine computes 0.1 GFLOP/s
+    assert by_file > 5 * real  # the file sets 0.1 GFLOP/s for this machine
     assert 0.5 < calibrated / real < 2
-    if not dirs.strip("[]"):  # nothing waits for a device, so a step is what it computes
+    if not dirs.strip("[]"):  # no wait for a device: a step is only compute
         assert calibrated == pytest.approx(real, rel=0.05)
     better = load_cluster(cluster).hosts[0]
     assert better.device is not None and better.device.flops > 1e9
     assert {"hosts.here.device", "hosts.here.updates"} <= set(load_cluster(cluster).measured)
 
 
-def test_what_the_job_has_trained_is_not_touched(files, tmp_path):
-    """Its store and its run directory are as they were, and nothing else is left."""
+def test_a_trained_job_is_not_changed(files, tmp_path):
+    """The store and the run directory are unchanged, and no other file is left."""
     cluster, job = files(f'["{tmp_path}/store"]')
     Path(job).write_text(f'[run]\ndir = "{tmp_path}/run"\nsteps = 2\n' + Path(job).read_text())
     assert cli.main(["train", job]) == 0
@@ -107,7 +107,7 @@ def test_what_the_job_has_trained_is_not_touched(files, tmp_path):
     assert contents() == before
 
 
-def test_where_nothing_can_be_written(files, tmp_path, capsys):
+def test_outputs_that_cannot_be_written_are_refused(files, tmp_path, capsys):
     _, job = files("[]")
     assert cli.main(["calibrate", "workstation", job]) == 2
     assert "is a template" in capsys.readouterr().err
@@ -127,7 +127,7 @@ def test_where_nothing_can_be_written(files, tmp_path, capsys):
     assert "x.json" in capsys.readouterr().err
 
 
-def test_what_it_cannot_run(files, capsys):
+def test_unsupported_jobs_are_refused(files, capsys):
     cluster, job = files('["{run}/store"]')
     Path(job).write_text(
         Path(job).read_text().replace("[store]", "[compress]\nkeep = 0.01\n[store]")
@@ -150,7 +150,7 @@ def test_what_it_cannot_run(files, capsys):
     assert "0 entries with a device" in capsys.readouterr().err
 
 
-def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):
+def test_a_missing_lab_is_explained(files, capsys, monkeypatch):
     cluster, job = files("[]")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
@@ -163,9 +163,9 @@ def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("late", "updating"), [(0, 0.02), (1, 0.02), (1, 0.08)])
-def test_what_was_measured_is_what_is_simulated(files, late, updating):
-    """Processors that compute and update at once hold each other up, in what is measured and
-    again in the simulator: as quotients the rates would count that twice."""
+def test_the_simulation_reproduces_the_measured_times(files, late, updating):
+    """Computing and updating on the same processors slow each other down, both in the measurement
+    and in the simulator. Rates computed as plain quotients would count that twice."""
     cluster, _ = files("[]")
     config = {
         "model_type": "llama",
@@ -185,10 +185,12 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
         memory=PlanMemory(chunk=1 << 18),
         framework=Framework(context_bytes=0),
     )
-    found = Measured(0.24, 0.235, {"Update": updating}, 0, plan, from_config(config, seq_len=256))
+    measured = Measured(
+        0.24, 0.235, {"Update": updating}, 0, plan, from_config(config, seq_len=256)
+    )
 
     def stages(cluster: Cluster) -> tuple[float, float, float]:
-        result = simulate(plan, cluster, found.shape, EXACT, checked=False)
+        result = simulate(plan, cluster, measured.shape, EXACT, checked=False)
         times = stages_of(result)
         return result.seconds, times["Forward"] + times["Backward"], times["Update"]
 
@@ -197,20 +199,20 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
     host = raw.hosts[0]
     assert host.device is not None
     quotient = {
-        "updates": 28 * found.shape.params / updating,
+        "updates": 28 * measured.shape.params / updating,
         "device": host.device.model_copy(
-            update={"flops": found.shape.step_flops(True) / found.compute_s}
+            update={"flops": measured.shape.step_flops(True) / measured.compute_s}
         ),
     }
     _, computes, updates = stages(
         raw.model_copy(update={"hosts": (host.model_copy(update=quotient),)})
     )
-    assert computes > 1.03 * found.compute_s and updates > 1.5 * updating
-    step, computes, updates = stages(fit_rates(raw, found))
-    assert computes == pytest.approx(found.compute_s, rel=0.01) and updates == pytest.approx(
+    assert computes > 1.03 * measured.compute_s and updates > 1.5 * updating
+    step, computes, updates = stages(fit_rates(raw, measured))
+    assert computes == pytest.approx(measured.compute_s, rel=0.01) and updates == pytest.approx(
         updating, rel=0.01
     )
-    assert step == pytest.approx(found.step_s, rel=0.02)
+    assert step == pytest.approx(measured.step_s, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -224,14 +226,14 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
     ],
 )
 @pytest.mark.parametrize("dirs", ['["{run}/store"]', "[]"])
-def test_a_plan_says_what_buffers_take(files, dirs, words, tmp_path):  # Rule 4
+def test_a_plan_predicts_the_memory_of_buffers(files, dirs, words, tmp_path):  # Rule 4
     _, path = files(dirs)
     job = load_job(path, {"run.dir": str(tmp_path / "run"), "budget.host": "100MiB", **words})
     training = place_job(job, report=lambda _: None)
     with training.optimizer:
         shape = from_config(training.model.config.to_dict(), seq_len=job.data.seq_len)
-        told = buffer_bytes(plan_of(training), shape.blocks)
-        assert told == pytest.approx(training.optimizer.memory()["resident"], rel=0.02)
+        predicted = buffer_bytes(plan_of(training), shape.blocks)
+        assert predicted == pytest.approx(training.optimizer.memory()["resident"], rel=0.02)
 
 
 def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
@@ -255,8 +257,8 @@ def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
     words = ["plan", cluster, "--model", "config.json", "--batch", "2", "--verify", "--placements"]
     for name in ("zero-offload", "files"):
         assert cli.main([*words, name]) == 0
-        said = capsys.readouterr().out
-        assert re.search(rf"placement {name}\b", said) and re.search(r"a step +\d.*\d.*\d", said)
+        out = capsys.readouterr().out
+        assert re.search(rf"placement {name}\b", out) and re.search(r"a step +\d.*\d.*\d", out)
     assert "hosts.here.device" in load_cluster(cluster).measured
     assert (
         cli.main([*words, "ddp"]) == 2
