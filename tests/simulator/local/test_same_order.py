@@ -1,5 +1,5 @@
-"""What is simulated is what runs (Rule 7): a real step and a simulated one of the same model,
-plan by plan, do the same to every chunk in the same order, and answer as many pulls."""
+"""The simulation matches the real run (Rule 7): for each plan, a real and a simulated step of the
+same model perform the same actions on every chunk in the same order, and answer as many pulls."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from roadtrain.simulator.run import simulate
 from tests.support.models import Case, Net, new_scaler, run
 
 DEPTH, STEPS = 5, 4
-SAID = (messages.Answer, messages.Hold, messages.Read, messages.Update, messages.Write)
+LOGGED = (messages.Answer, messages.Hold, messages.Read, messages.Update, messages.Write)
 
 
-def about(action):
+def chunk_of(action):
     return getattr(action, "push", getattr(action, "pull", action)).chunk
 
 
 def logged_actions(monkeypatch):
-    """(action, chunk), in the order of the state machines of all servers from now on."""
-    said, handle = [], ServerStateMachine.handle
+    """Return a list that logs (action, chunk) of the state machines of all servers from now on."""
+    log, handle = [], ServerStateMachine.handle
 
     def logged(self, event):
         actions = handle(self, event)
-        said.extend((type(a).__name__, about(a)) for a in actions if isinstance(a, SAID))
+        log.extend((type(a).__name__, chunk_of(a)) for a in actions if isinstance(a, LOGGED))
         return actions
 
     monkeypatch.setattr(ServerStateMachine, "handle", logged)
-    return said
+    return log
 
 
 def real(monkeypatch, store, staleness, slots):
-    """(action, block) of the layers' chunks, in the order of the state machine."""
-    said, derived = logged_actions(monkeypatch), session_plan.derive
+    """Run real steps. Returns (action, block) of the layers' chunks in the order of the machine."""
+    log, derived = logged_actions(monkeypatch), session_plan.derive
 
     def few_slots(*args):
         budgets = derived(*args)
@@ -71,7 +71,7 @@ def real(monkeypatch, store, staleness, slots):
     with placed:
         step, servers = placed.step, placed.session.servers.running
 
-        # as on the virtual clock, where holding takes no time
+        # holding takes no time on the virtual clock
         def once_all_is_held(*args, **kwargs):
             calm, deadline = 0, time.monotonic() + 20
             while calm < 15:
@@ -88,7 +88,7 @@ def real(monkeypatch, store, staleness, slots):
         placed.step = once_all_is_held
         blocks = {c.id: c.block for c in placed.table.chunks}
         run(Case(staleness=staleness), model, placed, new_scaler(Case()), 0, STEPS)
-    return [(what, blocks[chunk] - 1) for what, chunk in said if blocks[chunk]]
+    return [(what, blocks[chunk] - 1) for what, chunk in log if blocks[chunk]]
 
 
 def simulated(monkeypatch, name, staleness, slots):
@@ -108,24 +108,24 @@ def simulated(monkeypatch, name, staleness, slots):
             ]
         }
     )
-    own = BlockShape("layer", 10_000, 1e9, 0.0, 0.0)
-    said = logged_actions(monkeypatch)
+    layer = BlockShape("layer", 10_000, 1e9, 0.0, 0.0)
+    log = logged_actions(monkeypatch)
     simulate(
         Plan(placement(name), staleness=staleness, memory=PlanMemory(slots=slots)),
         cluster,
-        ModelShape("m", own.times(DEPTH), 1),
+        ModelShape("m", layer.times(DEPTH), 1),
         Constants(),
         traced=True,
     )
-    return said  # a block is one chunk
+    return log  # each block is a single chunk
 
 
-def steps(said, block):
-    """Of one block: what is done to it between one gradient and the next, without pulls; and
-    how many are answered."""
+def steps(log, block):
+    """Return the actions on a block between successive gradients, without pulls, and the number of
+    answered pulls."""
     out, now, answers = [], [], 0
-    for what, of in said:
-        if of != block:
+    for what, number in log:
+        if number != block:
             continue
         if what == "Answer":
             answers += 1
@@ -143,19 +143,22 @@ def steps(said, block):
     ids=["files", "ram", "late"],
 )
 @pytest.mark.parametrize("slots", [2, 3])
-def test_the_same_order(name, on_files, staleness, slots, tmp_path, monkeypatch):
+def test_a_simulated_step_has_the_order_of_a_real_step(
+    name, on_files, staleness, slots, tmp_path, monkeypatch
+):
     ran = real(monkeypatch, tmp_path / "store" if on_files else None, staleness, slots)
-    told = simulated(monkeypatch, name, staleness, slots)
+    predicted = simulated(monkeypatch, name, staleness, slots)
     for block in range(DEPTH):
-        mine, theirs = steps(ran, block), steps(told, block)
-        assert mine[1][0] == theirs[1][0], block  # the second step: both run as they always will
-        assert mine[1][1] == theirs[1][1], (block, mine, theirs)
-    # in the order of backward, of the next forward
+        ran_steps, simulated_steps = steps(ran, block), steps(predicted, block)
+        # the second step: both are in steady state
+        assert ran_steps[1][0] == simulated_steps[1][0], block
+        assert ran_steps[1][1] == simulated_steps[1][1], (block, ran_steps, simulated_steps)
+    # in the order of backward and of the next forward
     for what in ("Hold", "Read" if on_files else "Update"):
         orders = [
-            [block for kind, block in said if kind == what][DEPTH : 2 * DEPTH]
-            for said in (ran, told)
+            [block for kind, block in log if kind == what][DEPTH : 2 * DEPTH]
+            for log in (ran, predicted)
         ]
         assert orders[0] == orders[1], what
-    assert {what for what, _ in ran} == {what for what, _ in told}
+    assert {what for what, _ in ran} == {what for what, _ in predicted}
     assert Counter(what for what, _ in ran)["Hold"] == STEPS * DEPTH
