@@ -1,5 +1,5 @@
-"""A spare host that vanishes from the network without a word is gone round within 5 s, with
-right sums, and used again when it is back (Rules 1 and 5)."""
+"""A spare host that silently vanishes from the network is bypassed within 5 s with right sums, and
+rejoins when it returns (Rules 1 and 5)."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def wait(condition, seconds=30.0):
 
 
 @pytest.mark.exhaustive
-def test_a_host_that_vanishes(tmp_path):
+def test_a_vanished_spare_host_is_bypassed_and_rejoins(tmp_path):
     with Network({name: [LabNic(50e6)] for name in ("w0", "w1", "s0")}) as network:
         spare = f"{network.hosts['s0'].address}:7000"
         write_token(tmp_path / "token")
@@ -54,7 +54,7 @@ def test_a_host_that_vanishes(tmp_path):
                 stack.callback(processes[-1].wait)
                 stack.callback(processes[-1].kill)
 
-            def said(words):
+            def logged(words):
                 return words in (tmp_path / "log").read_text()
 
             token, alone = str(tmp_path / "token"), network.hosts["s0"]
@@ -69,25 +69,25 @@ def test_a_host_that_vanishes(tmp_path):
                 "--token-file",
                 token,
             )
-            wait(lambda: said("summing at"))
+            wait(lambda: logged("summing at"))
             for rank in (0, 1):
                 host = network.hosts[f"w{rank}"]
                 run(
                     host, "benchmarks.soak.sums", str(tmp_path), str(rank), "2", host.address, token
                 )
-            wait(lambda: all(len(one) > 5 for one in rounds(tmp_path)))
+            wait(lambda: all(len(times) > 5 for times in rounds(tmp_path)))
             begin = time.monotonic()
             assert alone.run(["ip", "link", "set", "eth0", "down"]).wait(10) == 0
             wait(
                 lambda: (
-                    all(len(one) > 20 for one in rounds(tmp_path, begin))
-                    and said("not used any more")
+                    all(len(times) > 20 for times in rounds(tmp_path, begin))
+                    and logged("not used any more")
                 )
             )
-            gaps = [b - a for one in rounds(tmp_path) for a, b in pairwise(one) if b > begin]
+            gaps = [b - a for times in rounds(tmp_path) for a, b in pairwise(times) if b > begin]
             assert max(gaps) < 5.5, max(gaps)  # 5 s and a round
             assert alone.run(["ip", "link", "set", "eth0", "up"]).wait(10) == 0
-            wait(lambda: said("begins to sum"), 60)
+            wait(lambda: logged("begins to sum"), 60)
             (tmp_path / "stop").touch()
             assert [process.wait(30) for process in processes[1:]] == [0, 0]
     assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == ""

@@ -1,6 +1,6 @@
-"""Workers that do not do the same: each gets one sentence, within 5 s, and the process goes on with
-the next sums. The cases are those of Horovod's own tests of errors, and of DDP's hook; and what
-differs later, when names are known.
+"""Workers that do not run the same operation: each gets an error within 5 s, and its process
+continues with the next sums. The cases are those of Horovod's own error tests and of DDP's hook,
+and mismatches that occur later, when the workers have agreed on a name.
 """
 
 import time
@@ -24,8 +24,11 @@ def run(workers, work):
     return run_hvd(workers, work, deadline_s=40)
 
 
-def told(call):
-    """The words of the error that `call` must raise, soon, as one that Horovod's tests catch."""
+def error_of(call):
+    """Return the message of the error that `call` must raise within SOON_S.
+
+    It is a RuntimeError, as Horovod's tests expect.
+    """
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         call()
@@ -34,8 +37,8 @@ def told(call):
     return str(error.value)
 
 
-def works(expected):
-    """A sum over all, as ever."""
+def check_sum(expected):
+    """Check that a sum over all workers succeeds."""
     assert hvd.allreduce(torch.ones(5), op=hvd.Sum).tolist() == [expected] * 5
 
 
@@ -76,44 +79,44 @@ CASES = {
 }
 
 
-def one_after_the_other(rank):
-    """All in one process, after one init."""
+def all_cases(rank):
+    """Run all cases in a single process after a single init."""
     n = hvd.size()
-    found = {}
-    works(n)
+    errors = {}
+    check_sum(n)
     for name, call in CASES.items():
-        found[name] = told(partial(call, rank))
-        works(n)  # also what is unnamed is in step again
+        errors[name] = error_of(partial(call, rank))
+        check_sum(n)  # unnamed sums are in step again, too
         if n == 2:
             assert hvd.broadcast(torch.tensor([rank, 7]), 1).tolist() == [1, 7]
             assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum).tolist() == [1]
-    return found
+    return errors
 
 
 def known_names(rank):
-    """What differs in a later round, of a name that all agreed about; the next round goes on."""
+    """Raise mismatches in later rounds of an agreed name, after which further rounds succeed."""
     for _ in range(3):
         hvd.allreduce(torch.ones(40_000), name="x")
-    told(lambda: hvd.allreduce(torch.ones(40_000 + rank), name="x"))
+    error_of(lambda: hvd.allreduce(torch.ones(40_000 + rank), name="x"))
     for _ in range(2):
         assert (
             hvd.allreduce(torch.full((40_000,), 1.0 + rank), name="x", op=hvd.Sum)[-1].item() == 3.0
         )
     handles = [hvd.allreduce_async(torch.ones(1000), name=f"t{i + 10 * rank}") for i in range(3)]
-    told(lambda: hvd.synchronize(handles[0]))
-    for handle in handles[1:]:  # those under way then are given up, too
+    error_of(lambda: hvd.synchronize(handles[0]))
+    for handle in handles[1:]:  # the other pending sums are canceled, too
         with pytest.raises(DifferError):
             hvd.synchronize(handle)
     order = ("a", "b") if rank else ("b", "a")
-    words = told(
+    message = error_of(
         lambda: [hvd.allreduce(torch.ones(3, dtype=torch.float64), name=name) for name in order]
     )
-    works(2)
-    return words
+    check_sum(2)
+    return message
 
 
 def twice(rank):
-    """Horovod's: a name that is under way."""
+    """A case of Horovod: a name that is still pending."""
     for turn in range(2):
         if rank == turn:
             hvd.allreduce_async(torch.ones(17), name="twice")
@@ -124,46 +127,46 @@ def twice(rank):
     return "ended"
 
 
-def test_horovods_errors_one_after_the_other():
-    two = run(2, one_after_the_other)
-    for found in two:
-        assert not isinstance(found, str), two
-        assert found["shape"].startswith(
+def test_two_workers_report_each_mismatch():
+    both = run(2, all_cases)
+    for errors in both:
+        assert not isinstance(errors, str), both
+        assert errors["shape"].startswith(
             "workers differ about 'an unnamed sum': worker 0: float32 [17, 17, 17]"
         )
-        assert "worker 1: float32 [18, 18, 18]" in found["shape"]
-        assert "int32 [17, 17, 17]" in found["type"] and "float32 [17, 17, 17]" in found["type"]
-        assert "worker 0: float32 [4]; worker 1: float32 [4], divided by 2" in found["operation"]
-        assert "'name 0'" in found["name"] and "'name 1'" in found["name"]
+        assert "worker 1: float32 [18, 18, 18]" in errors["shape"]
+        assert "int32 [17, 17, 17]" in errors["type"] and "float32 [17, 17, 17]" in errors["type"]
+        assert "worker 0: float32 [4]; worker 1: float32 [4], divided by 2" in errors["operation"]
+        assert "'name 0'" in errors["name"] and "'name 1'" in errors["name"]
         assert (
-            "from worker 0" in found["broadcast, root"]
-            and "from worker 1" in found["broadcast, root"]
+            "from worker 0" in errors["broadcast, root"]
+            and "from worker 1" in errors["broadcast, root"]
         )
 
 
 @pytest.mark.exhaustive
-def test_horovods_errors_by_three():
-    three = run(3, one_after_the_other)
-    for found in three:
-        assert not isinstance(found, str), three
+def test_three_workers_report_each_mismatch():
+    all_three = run(3, all_cases)
+    for errors in all_three:
+        assert not isinstance(errors, str), all_three
         assert (
-            "int32 [17, 17, 17]" in found["type"]
-            and "worker 1: float32 [17, 17, 17]" in found["type"]
+            "int32 [17, 17, 17]" in errors["type"]
+            and "worker 1: float32 [17, 17, 17]" in errors["type"]
         )
 
 
-def test_what_differs_when_names_are_known():
-    one, two = run(2, known_names)
-    assert "workers wait for each other" in one and one == two
+def test_mismatches_are_reported_when_names_are_known():
+    first, second = run(2, known_names)
+    assert "workers wait for each other" in first and first == second
 
 
-def test_a_name_under_way_twice():
+def test_a_pending_name_is_refused():
     assert run(2, twice) == ["ended", "ended"]
 
 
-def slow_is_not_other(rank):
-    """A worker that comes late, in another order, is waited for."""
-    found = []
+def late_and_reordered(rank):
+    """Sum late and in another order than the other worker, which waits."""
+    sums = []
     for number in range(2):
         if rank == number:
             time.sleep(3.5)
@@ -171,17 +174,17 @@ def slow_is_not_other(rank):
         handles = {
             name: hvd.allreduce_async(torch.ones(3), name=name, op=hvd.Sum) for name in names
         }
-        found += [hvd.synchronize(handles[name]).tolist() for name in names]
+        sums += [hvd.synchronize(handles[name]).tolist() for name in names]
     hvd.barrier()
-    return found
+    return sums
 
 
-def test_a_late_worker_is_waited_for():
-    assert run(2, slow_is_not_other) == [[[2.0] * 3] * 6] * 2
+def test_a_worker_waits_for_a_late_worker():
+    assert run(2, late_and_reordered) == [[[2.0] * 3] * 6] * 2
 
 
 def optimizers(rank):
-    """Models that differ, under DistributedOptimizer; then one that is the same."""
+    """Use DistributedOptimizer with models that differ, and then with equal models."""
     for wrong in (
         nn.Linear(3, 2 + rank),
         nn.Linear(3, 2, dtype=torch.bfloat16 if rank else torch.float32),
@@ -194,7 +197,7 @@ def optimizers(rank):
             model(torch.ones(1, 3, dtype=model.weight.dtype)).sum().backward()
             optimizer.step()
 
-        told(step)
+        error_of(step)
     model = nn.Linear(3, 2)
     hvd.broadcast_parameters(model.state_dict(), 0)
     optimizer = hvd.DistributedOptimizer(
@@ -207,10 +210,10 @@ def optimizers(rank):
     return model.weight.detach().tolist()
 
 
-def test_models_that_differ_under_horovods_optimizer():
-    one, two = run(2, optimizers)
-    assert not isinstance(one, str), one
-    assert one == two
+def test_horovods_optimizer_reports_models_that_differ():
+    first, second = run(2, optimizers)
+    assert not isinstance(first, str), first
+    assert first == second
 
 
 def under_ddp(rank):
@@ -237,8 +240,8 @@ def under_ddp(rank):
         return str(error.value), right.module.weight.grad[0, 0].item()
 
 
-def test_models_that_differ_under_ddp():
-    found = world.run(2, under_ddp)
+def test_the_ddp_hook_reports_models_that_differ():
+    results = world.run(2, under_ddp)
     for rank in range(2):
-        assert not isinstance(found[rank], str), found[rank]
-        assert found[rank][1] == 9.0, "2 samples, mean of the factors 1 and 2, three times"
+        assert not isinstance(results[rank], str), results[rank]
+        assert results[rank][1] == 9.0, "2 samples, mean of the factors 1 and 2, three times"

@@ -1,5 +1,5 @@
-"""Ten of the faults of `roadtrain soak --sums`: spare hosts die, come, go and are slow, every
-sum stays right (Rules 1 and 5). And that the soak would notice."""
+"""Ten of the faults of `roadtrain soak --sums`: spare hosts die, join, leave and are slow, and
+every sum stays right (Rules 1 and 5). The soak also detects a worker that ends."""
 
 import random
 from contextlib import ExitStack
@@ -14,14 +14,14 @@ from roadtrain.errors import ConfigError, RoadtrainError
 @pytest.mark.alone
 @pytest.mark.parametrize("faults", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_faults(faults):
-    said = []
-    ends = soak_sums.soak(faults, seed=0, say=said.append)
-    assert [end.how for end in ends] == ["went on"] * faults, said
+    lines = []
+    ends = soak_sums.soak(faults, seed=0, say=lines.append)
+    assert [end.how for end in ends] == ["went on"] * faults, lines
     assert {end.kind for end in ends} == set(soak_sums.KINDS[:faults])
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_ends_is_noticed():
+def test_a_worker_that_ends_is_detected():
     with ExitStack() as stack:
         scene = soak_sums.Scene(2, random.Random(0), stack)
         scene.processes[1].kill()
@@ -29,6 +29,6 @@ def test_a_worker_that_ends_is_noticed():
             scene.further(10**6, 0.0)
 
 
-def test_its_faults_are_not_run_alone():
+def test_faults_of_sums_cannot_be_selected():
     with pytest.raises(ConfigError, match="--sums"):
         soak.command(sums=True, only="3")

@@ -1,5 +1,6 @@
-"""The summation service over real sockets: right sums in the order of the workers, whatever is
-spare; errors with names; DDP's own losses through its hook (Rules 1, 2, 4, 5 and 8)."""
+"""The summation service over real sockets: right sums in the order of the workers, with any number
+of spare hosts; errors that name their cause; DDP's own losses through its hook (Rules 1, 2, 4, 5
+and 8)."""
 
 import contextlib
 import faulthandler
@@ -38,24 +39,24 @@ DTYPES = {"fp32": np.float32, "bf16": np.uint16}
 
 
 class Hosts:
-    """`n` workers' and `k` spare hosts' reducers, in this process."""
+    """The reducers of `n` workers and `k` spare hosts, in this process."""
 
     def __init__(self, n, k=0, nbytes=1 << 28):
         self.n = n
         self.reducers = [Reducers(nbytes) for _ in range(n + k)]
         self.listeners = [
-            listen(("127.0.0.1", 0), one.accept, TcpOptions(), lambda _: None, language=m.LANGUAGE)
-            for one in self.reducers
+            listen(("127.0.0.1", 0), site.accept, TcpOptions(), lambda _: None, language=m.LANGUAGE)
+            for site in self.reducers
         ]
 
     def worker(self, rank, **options):
-        addresses = [one.address for one in self.listeners]
+        addresses = [listener.address for listener in self.listeners]
         sites = [None if i == rank else address for i, address in enumerate(addresses[: self.n])]
         spares = tuple(
             (i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n
         )
-        who = {"spares": spares}
-        who |= {key: options.pop(key) for key in ("spares", "reducer_lost") if key in options}
+        others = {"spares": spares}
+        others |= {key: options.pop(key) for key in ("spares", "reducer_lost") if key in options}
         options = {"deadline_s": 20, "part_bytes": 1 << 16, **options}
         return WorkerSums(
             rank,
@@ -63,50 +64,52 @@ class Hosts:
             [1.0] * self.n,
             own=self.reducers[rank].accept,
             options=SumOptions("s", TcpOptions(), **options),
-            **who,
+            **others,
         )
 
     def run(self, work, ranks=None, **options):
-        """`work(rank, summation)` of all workers at once: what each returned or raised."""
-        found = {}
+        """Run `work(rank, summation)` of all workers at once. Returns their results or errors."""
+        results = {}
 
-        def one(rank):
+        def run_worker(rank):
             try:
                 sums = self.worker(rank, **options)
                 try:
-                    found[rank] = work(rank, sums)
+                    results[rank] = work(rank, sums)
                 finally:
                     sums.close()
             except RoadtrainError as error:
-                found[rank] = error
+                results[rank] = error
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks or range(self.n)]
+        threads = [
+            threading.Thread(target=run_worker, args=(rank,)) for rank in ranks or range(self.n)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
-        return [found[rank] for rank in sorted(found)]
+        return [results[rank] for rank in sorted(results)]
 
     def close(self):
-        for one in self.reducers:
-            one.close(10)
-            assert one._used == 0, "memory is given back"
-        for one in self.listeners:
-            one.close()
+        for site in self.reducers:
+            site.close(10)
+            assert site._used == 0, "all memory is released"
+        for listener in self.listeners:
+            listener.close()
 
 
 @pytest.fixture
 def hosts():
-    made = []
+    opened = []
 
     def make(*args, **options):
-        made.append(Hosts(*args, **options))
-        return made[-1]
+        opened.append(Hosts(*args, **options))
+        return opened[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for group in opened:
+        group.close()
 
 
 def values(rank, number, key, elements, dtype):
@@ -119,7 +122,7 @@ def values(rank, number, key, elements, dtype):
 
 
 def expected(workers, number, key, elements, dtype):
-    """Left to right in fp32, then rounded to what travels."""
+    """Sum from left to right in fp32, then round to the dtype on the wire."""
     total = np.zeros(elements, np.float32)
     for rank in range(workers):
         wide = np.empty(elements, np.float32)
@@ -138,7 +141,7 @@ def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
     def work(rank, sums):
         for number in range(3):
             outs, pending = {}, PendingSums(sums)
-            for key in sorted(TENSORS, reverse=rank % 2):  # not in the same order everywhere
+            for key in sorted(TENSORS, reverse=rank % 2):  # the order differs between workers
                 elements, dtype = TENSORS[key]
                 outs[key] = np.empty(elements, DTYPES[dtype])
                 grad = values(rank, number, key, elements, dtype)
@@ -153,18 +156,18 @@ def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
                 )
         return sums.sent_bytes
 
-    found = hosts(n, k).run(work)
-    assert all(isinstance(sent, int) for sent in found), found
+    sent_bytes = hosts(n, k).run(work)
+    assert all(isinstance(sent, int) for sent in sent_bytes), sent_bytes
     if n == k == 4:
-        # all of it left
-        assert len(set(found)) == 1 and found[0] == 3 * (4 * 1_000_010 + 2 * 300_000)
+        # the spare hosts do all the summing
+        assert len(set(sent_bytes)) == 1 and sent_bytes[0] == 3 * (4 * 1_000_010 + 2 * 300_000)
 
 
 @pytest.mark.parametrize(
     "elements", [9_000_001, pytest.param(20_000_000, marks=pytest.mark.exhaustive)]
 )
 def test_parts_of_a_large_tensor_are_summed_in_order(elements, hosts):  # Rule 1
-    """Parts of the size that the tensor determines: 141 and 305 KiB."""
+    """The size of a part follows from the tensor: 141 and 305 KiB."""
 
     def work(rank, sums):
         out, pending = np.empty(elements, np.float32), PendingSums(sums)
@@ -176,7 +179,7 @@ def test_parts_of_a_large_tensor_are_summed_in_order(elements, hosts):  # Rule 1
 
 
 def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):
-    """Nobody waits: a worker may be rounds ahead."""
+    """No worker waits for others, and a worker may be rounds ahead."""
     rounds, here = [3, 5], threading.Barrier(2)
 
     def work(rank, sums):
@@ -204,18 +207,18 @@ def once(elements, dtype="fp32", **at):
     return work
 
 
-def test_workers_that_differ_are_told(hosts):
-    found = hosts(2).run(once(100, of={1: 120}))
-    assert all({"100", "120"} <= set(re.findall(r"\d+", str(e))) for e in found), found
+def test_workers_with_different_sizes_get_an_error(hosts):
+    results = hosts(2).run(once(100, of={1: 120}))
+    assert all({"100", "120"} <= set(re.findall(r"\d+", str(e))) for e in results), results
 
 
-def test_a_worker_that_does_not_come_is_waited_for_not_for_ever(hosts):  # Rule 5
+def test_waiting_for_an_absent_worker_ends_at_the_deadline(hosts):  # Rule 5
     begin = time.monotonic()
-    (found,) = hosts(2).run(once(100_000), ranks=[0], deadline_s=1)
+    (error,) = hosts(2).run(once(100_000), ranks=[0], deadline_s=1)
     assert (
-        isinstance(found, DeadlineError)
-        and "worker 0 waited 1 s" in str(found)
-        and "tensor 1" in str(found)
+        isinstance(error, DeadlineError)
+        and "worker 0 waited 1 s" in str(error)
+        and "tensor 1" in str(error)
     )
     assert time.monotonic() - begin < 10
 
@@ -227,71 +230,71 @@ def test_a_worker_that_leaves_is_named(hosts):  # Rule 5
         here.wait()
         return once(100_000)(rank, sums) if rank == 0 else None
 
-    found = hosts(2).run(work)
-    assert isinstance(found[0], LostError) and "worker 1 has left" in str(found[0])
+    results = hosts(2).run(work)
+    assert isinstance(results[0], LostError) and "worker 1 has left" in str(results[0])
 
 
 def test_a_worker_that_left_before_others_pushed_is_named(hosts):  # Rule 5
-    made = hosts(2)
+    group = hosts(2)
     here = threading.Barrier(2)
 
     def all_noticed():
-        return all(job.lost_ranks == {1} for one in made.reducers for job in one.jobs.values())
+        return all(job.lost_ranks == {1} for site in group.reducers for job in site.jobs.values())
 
     def work(rank, sums):
         here.wait()
         if rank == 1:
-            return None  # and leaves
+            return None  # the worker leaves
         begin = time.monotonic()
         while not all_noticed() and time.monotonic() - begin < 10:
             time.sleep(0.01)
         return once(100_000)(rank, sums)
 
     begin = time.monotonic()
-    found = made.run(work)
-    assert isinstance(found[0], LostError) and "worker 1 has left" in str(found[0])
-    assert time.monotonic() - begin < 15, "nobody waits for the deadline of 20 s"
+    results = group.run(work)
+    assert isinstance(results[0], LostError) and "worker 1 has left" in str(results[0])
+    assert time.monotonic() - begin < 15, "no worker waits for the deadline of 20 s"
 
 
-def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
-    made = hosts(2, nbytes=1 << 20)
+def test_the_budget_of_a_reducer_holds(hosts):  # Rule 4
+    group = hosts(2, nbytes=1 << 20)
     here = threading.Barrier(2)
 
     def work(rank, sums):
         here.wait()
         return once(1_000_000)(rank, sums)
 
-    found = made.run(work)
-    assert all(isinstance(e, (LostError, BudgetError)) for e in found)
-    assert any("the budget of this host is 1.0 MiB" in str(e) for e in found), found
+    results = group.run(work)
+    assert all(isinstance(e, (LostError, BudgetError)) for e in results)
+    assert any("the budget of this host is 1.0 MiB" in str(e) for e in results), results
 
 
-def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
-    made = hosts(2)
+def test_a_stranger_does_not_disturb_a_job(hosts):  # Rule 8
+    group = hosts(2)
     with contextlib.suppress(RoadtrainError):
         WorkerSums(
             0,
-            [None, ("127.0.0.1", made.listeners[1].address[1])],
+            [None, ("127.0.0.1", group.listeners[1].address[1])],
             [1.0] * 2,
             (),
-            made.reducers[0].accept,
+            group.reducers[0].accept,
             SumOptions("x", TcpOptions(token=b"the wrong secret of a job")),
         ).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
         WorkerSums(
             5,
-            [one.address for one in made.listeners],
+            [listener.address for listener in group.listeners],
             [1.0] * 2,
             (),
             None,
             SumOptions("s", TcpOptions()),
         ).close()
-    assert made.run(once(1000)) == [None, None]
+    assert group.run(once(1000)) == [None, None]
 
 
 @contextlib.contextmanager
 def spare_host(*words):
-    """`roadtrain serve --sum` in a process of its own: (process, address)."""
+    """Run `roadtrain serve --sum` in a process. Yields (process, address)."""
     command = [
         warm_python(),
         "-m",
@@ -312,7 +315,7 @@ def spare_host(*words):
 
 
 def spare_waits(address, options):
-    """What a spare host says, once it waits for worker 1: (text, whom it waits for)."""
+    """Return (status, peers that it waits for) of a spare host once it waits for worker 1."""
     until = time.monotonic() + 10
     while True:
         text, waits, _ = health.ask(address, options)
@@ -321,26 +324,26 @@ def spare_waits(address, options):
         time.sleep(0.02)
 
 
-def test_a_spare_host_by_its_command(tmp_path, hosts):
-    """Its status says who keeps the others waiting."""
+def test_the_serve_command_runs_a_spare_host(tmp_path, hosts):
+    """The status names the worker that others wait for."""
     write_token(tmp_path / "token", b"a secret of the job")
-    options, made = TcpOptions(token=b"a secret of the job"), hosts(2)
+    options, group = TcpOptions(token=b"a secret of the job"), hosts(2)
     with spare_host("--token-file", str(tmp_path / "token")) as (_, where):
         address = address_of(where)
-        both = [made.worker(rank, spares=((2, where, 1e9),), spare=options) for rank in range(2)]
+        both = [group.worker(rank, spares=((2, where, 1e9),), spare=options) for rank in range(2)]
         grad, outs = np.ones(1000, np.float32), [np.zeros(1000, np.float32) for _ in both]
         pending = [PendingSums(sums) for sums in both]
-        for rank, begun in enumerate(pending):
-            begun.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32")
+        for rank, own in enumerate(pending):
+            own.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32")
             if rank == 0:
                 text, waits = spare_waits(address, options)
                 assert (
                     text.startswith("sums for 1 job(s)")
                     and "tensor 1, round 1" in waits["worker 1"][1]
                 )
-        for begun in pending:
-            begun.wait()
-            begun.sums.close()
+        for own in pending:
+            own.wait()
+            own.sums.close()
         assert all((out == 2).all() for out in outs)
     for wrong in (
         {"sum": True, "store": "x"},
@@ -354,7 +357,7 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
         serve.command("127.0.0.1:0", sum=True, formats="nowhere_to_be_found")
 
 
-def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
+def test_spare_hosts_load_formats_of_the_user(tmp_path, hosts, monkeypatch):
     (tmp_path / "doubled.py").write_text(
         "from roadtrain.sums.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
         " name = 'doubled'\n    def encode(self, values, out, seed):\n        super().encode(2 *"
@@ -365,7 +368,7 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
     importlib.import_module("doubled")
     try:
         for words, right in ((["--formats", "doubled"], True), ([], False)):
-            made = hosts(2)
+            group = hosts(2)
             with spare_host(*words) as (_, where):
 
                 def work(rank, sums):
@@ -375,10 +378,10 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
                     pending.wait()
                     return out.max()
 
-                found = made.run(work, spares=((2, where, 1e9),))
-            assert found == [8.0] * 2 if right else all("doubled" in str(one) for one in found), (
-                found
-            )
+                results = group.run(work, spares=((2, where, 1e9),))
+            assert (
+                results == [8.0] * 2 if right else all("doubled" in str(error) for error in results)
+            ), results
     finally:
         del formats.FORMATS["doubled"]
         formats.format_of.cache_clear()
@@ -395,7 +398,7 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
         "WORLD_SIZE": str(workers),
     }
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(50, exit=True)  # who hangs says where
+    faulthandler.dump_traceback_later(50, exit=True)  # a hang prints its stack
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     model = nn.parallel.DistributedDataParallel(
@@ -424,12 +427,12 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
         lines.append(loss.item().hex())
     whole = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     out.put((rank, lines, hashlib.sha256(whole).hexdigest()))
-    faulthandler.dump_traceback_later(25, exit=True)  # sooner than it is given up
+    faulthandler.dump_traceback_later(25, exit=True)  # before the parent kills it
     if state is not None:
         state.close()
     out.close()
     out.join_thread()
-    os._exit(0)  # gloo's groups may hang while they end
+    os._exit(0)  # gloo's groups may hang at exit
 
 
 @contextlib.contextmanager
@@ -453,27 +456,27 @@ def ddp_processes(workers, hook, options=None, steps=6):
 
 
 def ddp(workers, hook, options=None, steps=6):
-    with ddp_processes(workers, hook, options, steps) as found:
-        return found()
+    with ddp_processes(workers, hook, options, steps) as results:
+        return results()
 
 
 @pytest.mark.parametrize(("workers", "per_host"), [(2, 1), (2, 2), (3, 2)])
-def test_ddp_trains_as_by_itself(workers, per_host):
-    """Also where the workers of a host sum through shared memory first."""
+def test_ddp_trains_as_without_the_hook(workers, per_host):
+    """This holds even if the workers of a host sum through shared memory first."""
     own, ours = ddp(workers, False), ddp(workers, True, {"per_host": per_host})
     assert len({digest for _, _, digest in ours}) == 1, "all workers have the same parameters"
     if workers == 2:
         assert ours == own  # the same bits
-    for (_, mine, _), (_, theirs, _) in zip(ours, own):
-        assert [float.fromhex(x) for x in mine] == pytest.approx(
-            [float.fromhex(x) for x in theirs], rel=1e-5
+    for (_, hooked, _), (_, plain, _) in zip(ours, own):
+        assert [float.fromhex(x) for x in hooked] == pytest.approx(
+            [float.fromhex(x) for x in plain], rel=1e-5
         )
 
 
-def test_roots_are_who_sums_on_a_host():
-    """On the second host only its second worker: all that the network carries goes through it."""
-    found = ddp(4, True, {"per_host": 2, "roots": [1]})
-    assert len({digest for _, _, digest in found}) == 1
+def test_roots_select_the_summing_workers_of_a_host():
+    """Root 1 is the only root of the second host, so all its network traffic goes through it."""
+    results = ddp(4, True, {"per_host": 2, "roots": [1]})
+    assert len({digest for _, _, digest in results}) == 1
 
 
 @pytest.mark.parametrize("format", ["bf16", "topk:0.5", "onebit"])
@@ -486,22 +489,22 @@ def test_ddp_learns_with_encoded_gradients(format):
     )
 
 
-def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path):  # Rule 5
-    """The losses are those without spare hosts. The file of spare hosts is read again."""
-    with ddp_processes(2, False, steps=120) as found:
-        own = found() and found()
+def test_ddp_continues_when_a_spare_host_dies_and_uses_a_new_spare_host(tmp_path):  # Rule 5
+    """The losses equal those without spare hosts. The file of spare hosts is read again."""
+    with ddp_processes(2, False, steps=120) as results:
+        own = results() and results()
     with spare_host() as (host, address), spare_host() as (_, another):
         file = tmp_path / "spares"
         file.write_text(f"{address}\n")
-        with ddp_processes(2, True, {"per_host": 1, "spares": str(file)}, 120) as found:
-            assert sorted(found()) == [(0, 3, "trains"), (1, 3, "trains")]
+        with ddp_processes(2, True, {"per_host": 1, "spares": str(file)}, 120) as results:
+            assert sorted(results()) == [(0, 3, "trains"), (1, 3, "trains")]
             host.kill()
             file.write_text(f"{address}  # is back some time\n{another} 0.5\n")
             deadline = time.monotonic() + 20
             while health.ask(address_of(another), TcpOptions())[0].startswith("sums for 0"):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            assert found() == own
+            assert results() == own
 
 
 def fsdp_child(rank, workers, port, hook, out):
@@ -512,7 +515,7 @@ def fsdp_child(rank, workers, port, hook, out):
         "WORLD_SIZE": str(workers),
     }
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(50, exit=True)  # who hangs says where
+    faulthandler.dump_traceback_later(50, exit=True)  # a hang prints its stack
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 7))
@@ -537,8 +540,8 @@ def fsdp_child(rank, workers, port, hook, out):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_fsdp2_trains_as_by_itself(workers):
-    found = {}
+def test_fsdp2_trains_as_without_the_hook(workers):
+    losses = {}
     for hook in (False, True):
         out, port = FORK.Queue(), free_port()
         processes = [
@@ -547,18 +550,18 @@ def test_fsdp2_trains_as_by_itself(workers):
         ]
         for process in processes:
             process.start()
-        found[hook] = sorted(out.get(timeout=60) for _ in processes)
+        losses[hook] = sorted(out.get(timeout=60) for _ in processes)
         for process in processes:
             process.join(30)
             assert process.exitcode == 0
-    for (_, mine), (_, theirs) in zip(found[True], found[False]):
-        assert [float.fromhex(x) for x in mine] == pytest.approx(
-            [float.fromhex(x) for x in theirs], rel=1e-5
+    for (_, hooked), (_, plain) in zip(losses[True], losses[False]):
+        assert [float.fromhex(x) for x in hooked] == pytest.approx(
+            [float.fromhex(x) for x in plain], rel=1e-5
         )
-        assert workers > 2 or mine == theirs
+        assert workers > 2 or hooked == plain
 
 
-def test_fsdp2_is_needed_for_its_sums():
+def test_sum_fsdp_requires_fully_shard():
     with pytest.raises(ConfigError, match="fully_shard"):
         roadtrain.sum_fsdp(nn.Linear(2, 2), None)
 
@@ -585,7 +588,7 @@ def test_the_hook_needs_a_process_group():
         roadtrain.Summation()
 
 
-def test_spare_hosts_are_named_rightly(tmp_path):
+def test_addresses_and_rates_of_spare_hosts_are_checked(tmp_path):
     for spares, rates in (
         (["10.0.0.1:1"], [1.0, 2.0]),
         (["nowhere"], None),
