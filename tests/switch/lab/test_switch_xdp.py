@@ -1,5 +1,5 @@
-"""`roadtrain serve --switch --xdp eth0` between hosts of the lab: the kernel sums, user space copies
-and speaks, and the job's end and workers notice nothing."""
+"""`roadtrain serve --switch --xdp eth0` between hosts of the lab: the kernel sums, user space
+copies and communicates, and nothing changes for the job's end and workers."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ COUNT, WORKERS = 300, 2
 
 
 class Scene:
-    """A switch with its sums in the kernel, an end and workers, each on a host of its own."""
+    """A switch that sums in the kernel, an end and workers, each on a separate host."""
 
-    def __init__(self, network: Network, made: contextlib.ExitStack) -> None:
-        self._network, self._made = network, made
+    def __init__(self, network: Network, stack: contextlib.ExitStack) -> None:
+        self._network, self._stack = network, stack
         self.threads = {
-            name: made.enter_context(HostThread(host.net)) for name, host in network.hosts.items()
+            name: stack.enter_context(HostThread(host.net)) for name, host in network.hosts.items()
         }
         device = self.threads["switch"].do(XdpDevice.opened, "eth0")
         if isinstance(device, str):
             no_xdp(device)
-        made.callback(device.close)
+        stack.callback(device.close)
         here = network.hosts["switch"].address
-        self.switch: SwitchHost = made.enter_context(
+        self.switch: SwitchHost = stack.enter_context(
             self.threads["switch"].do(
                 lambda: SwitchHost((here, 0), 32 * MIB, TcpOptions(token=TOKEN), print, device)
             )
@@ -68,7 +68,7 @@ class Scene:
 
     def _on(self, name: str, make) -> Peer:
         peer = self.threads[name].do(make, self._network.hosts[name].address)
-        self._made.callback(peer.close)
+        self._stack.callback(peer.close)
         return peer
 
 
@@ -76,8 +76,8 @@ class Scene:
 def scene() -> Iterator[Scene]:
     names = ("switch", "end", *(f"w{rank}" for rank in range(WORKERS)))
     nics = {name: [LabNic(50e6)] for name in names}
-    with Network(nics) as network, contextlib.ExitStack() as made:
-        yield Scene(network, made)
+    with Network(nics) as network, contextlib.ExitStack() as stack:
+        yield Scene(network, stack)
 
 
 def test_the_kernel_sums_and_user_space_does_the_rest(scene: Scene) -> None:
@@ -86,12 +86,12 @@ def test_the_kernel_sums_and_user_space_does_the_rest(scene: Scene) -> None:
         peers = [end, *workers]
         for peer in peers:
             peer.sender.may_send(COUNT)
-        assert pumped(peers, lambda: all(len(one.got) == COUNT for one in peers), 60.0)  # noqa: B023
+        assert pumped(peers, lambda: all(len(p.got) == COUNT for p in peers), 60.0)  # noqa: B023
         sums_are_right(end, range(WORKERS), COUNT)
         copies_are_right(workers, COUNT)
-    for one in scene.switch.jobs:
-        assert isinstance(one.table, XdpTable)
-        assert one.table.counters["completed"] == COUNT
+    for job in scene.switch.jobs:
+        assert isinstance(job.table, XdpTable)
+        assert job.table.counters["completed"] == COUNT
     rows = "\n".join(scene.switch.jobs[0].rows())
     assert f"{COUNT} sums" in rows
     jobs[0][0].leave()

@@ -1,6 +1,6 @@
-"""xdp.py of plugins/switch_offload: the switch's table in the kernel, on hosts of the lab. Packets of real sockets
-are summed, whatever is lost, repeated or joined to trains; a program that is broken, or was built
-from other sources, is not used; nothing stays attached."""
+"""xdp.py of plugins/switch_offload: the switch's table in the kernel, on hosts of the lab. Packets
+of real sockets are summed, even if some are lost, repeated or joined into trains. A program that is
+broken or was built from other sources is not used, and no program stays attached."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def payload(number: int, child: int) -> np.ndarray:
 
 def packet(number: int, child: int, key: PacketKey = KEY, job: int = JOB) -> np.ndarray:
     kind, width = FORMS[number % len(FORMS)]
-    made = np.zeros(PACKET_NBYTES, np.uint8)
+    data = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(
-        made, PACKET_NBYTES, 1, kind=kind, job=job, first=number, sender=child, width=width
+        data, PACKET_NBYTES, 1, kind=kind, job=job, first=number, sender=child, width=width
     )
-    made[HEADER_NBYTES:] = payload(number, child)
-    packets.seal(made, PACKET_NBYTES, 1, key)
-    return made
+    data[HEADER_NBYTES:] = payload(number, child)
+    packets.seal(data, PACKET_NBYTES, 1, key)
+    return data
 
 
 def expected(number: int, children: int = CHILDREN) -> bytes:
-    """Plainly: what the sum's payload is."""
+    """Compute the payload of a sum with numpy."""
     kind, width = FORMS[number % len(FORMS)]
     each = np.stack([payload(number, child) for child in range(children)])
     if kind == Kind.EXPONENTS:
@@ -88,50 +88,50 @@ def hello_of(children: int, child: int, slots: int) -> SwitchHello:
 
 
 class Scene:
-    """Children, a switch and its parent on hosts of their own; the switch's user space is a loop in
-    `poll`."""
+    """Children, a switch and its parent, each on a separate host. The switch's user space is a loop
+    in `poll`."""
 
-    def __init__(self, network: Network, made: contextlib.ExitStack, mode: xdp.Mode) -> None:
+    def __init__(self, network: Network, stack: contextlib.ExitStack, mode: xdp.Mode) -> None:
         self.hosts, self.mode = network.hosts, mode
         threads = {
-            name: made.enter_context(HostThread(host.net)) for name, host in self.hosts.items()
+            name: stack.enter_context(HostThread(host.net)) for name, host in self.hosts.items()
         }
         self.switch = threads["switch"]
-        if mode == "native":  # a veth carries what a program sends where its other end runs NAPI
-            made.callback(_pass_on_ports(network))
+        if mode == "native":  # a veth carries packets sent by a program only if its peer runs NAPI
+            stack.callback(_pass_on_ports(network))
         device = self.switch.do(XdpDevice.opened, "eth0")
         assert isinstance(device, XdpDevice), device
         assert device.mode == mode
-        made.callback(device.close)
+        stack.callback(device.close)
         self.device = device
         ports = {"switch": PORT, "parent": PARENT_PORT}
         self.sockets = {}
         for name, thread in threads.items():
-            one = thread.do(socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
-            made.enter_context(one)
-            one.bind((self.hosts[name].address, ports.get(name, 0)))
-            one.settimeout(10)
+            end = thread.do(socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
+            stack.enter_context(end)
+            end.bind((self.hosts[name].address, ports.get(name, 0)))
+            end.settimeout(10)
             with contextlib.suppress(PermissionError):
-                one.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE
-            self.sockets[name] = one
+                end.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE
+            self.sockets[name] = end
         self.to = (self.hosts["switch"].address, PORT)
-        self.passed: list[bytes] = []  # what reached the switch's user space
+        self.passed: list[bytes] = []  # packets that reached the switch's user space
 
-    def table(self, slots: int = 64, children: int = CHILDREN, known: bool = True) -> XdpTable:
-        """known: the switch's host knows the parent's hardware address."""
+    def table(self, slots: int = 64, children: int = CHILDREN, resolved: bool = True) -> XdpTable:
+        """resolved: The switch's host has resolved the parent's hardware address."""
         parent = (self.hosts["parent"].address, PARENT_PORT)
-        made = self.switch.do(
+        table = self.switch.do(
             lambda: self.device.table(hello_of(children, CHILD, slots), PORT, KEY, parent)
         )
-        if known:  # as heartbeats make it
+        if resolved:  # as heartbeats do
             self.sockets["switch"].sendto(b"here", parent)
             assert self.sockets["parent"].recv(10) == b"here"
-            self.switch.do(made.look)
-        return made
+            self.switch.do(table.look)
+        return table
 
     def send(self, child: int, *each: np.ndarray) -> None:
-        for one in each:
-            self.sockets[f"c{child}"].sendto(one, self.to)
+        for data in each:
+            self.sockets[f"c{child}"].sendto(data, self.to)
 
     def send_train(self, child: int, each: list[np.ndarray]) -> None:
         end = self.sockets[f"c{child}"]
@@ -140,7 +140,8 @@ class Scene:
         end.setsockopt(socket.SOL_UDP, UDP_SEGMENT, 0)
 
     def poll(self, table: XdpTable, wait_s: float = 2.0) -> dict[int, bytes]:
-        """Until nothing comes: user space's part, and the sums at the parent."""
+        """Run user space and return the sums at the parent, until no packet arrives for
+        `wait_s`."""
         sums: dict[int, bytes] = {}
         ends = [self.sockets["switch"], self.sockets["parent"]]
         while ready := select.select(ends, [], [], wait_s)[0]:
@@ -153,23 +154,24 @@ class Scene:
 
     def _user_space(self, table: XdpTable, got: bytes) -> None:
         self.passed.append(got)
-        one, out = np.frombuffer(got, np.uint8), np.zeros(PACKET_NBYTES, np.uint8)
-        ok = packets.verify(one, len(got), 1, KEY, JOB)
+        data, out = np.frombuffer(got, np.uint8), np.zeros(PACKET_NBYTES, np.uint8)
+        ok = packets.verify(data, len(got), 1, KEY, JOB)
         bulk = len(got) == PACKET_NBYTES and ok[0]
-        if bulk and table.add(one, ok, out, CHILD):
+        if bulk and table.add(data, ok, out, CHILD):
             packets.seal(out, PACKET_NBYTES, 1, KEY)
             self.sockets["switch"].sendto(out, self.sockets["parent"].getsockname())
 
     def _sum(self, got: bytes) -> tuple[int, bytes]:
-        one = np.frombuffer(got, np.uint8)
-        assert packets.verify(one, len(got), 1, KEY, JOB)[0]
-        header = one[:HEADER_NBYTES].view(HEADER)[0]
+        data = np.frombuffer(got, np.uint8)
+        assert packets.verify(data, len(got), 1, KEY, JOB)[0]
+        header = data[:HEADER_NBYTES].view(HEADER)[0]
         assert header["sender"] == CHILD
         return int(header["number"]), got[HEADER_NBYTES:]
 
 
 def _pass_on_ports(network: Network) -> contextlib.ExitStack.close:
-    """The program at the other end of each NIC: without jobs it passes all packets."""
+    """Attach the program to the far end of each NIC, where it has no jobs and passes all
+    packets."""
     closed = contextlib.ExitStack()
     with HostThread(network.home / "+switch") as ports:
         program = BpfObject(xdp.OBJECT)
@@ -184,14 +186,14 @@ def _pass_on_ports(network: Network) -> contextlib.ExitStack.close:
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
     names = ("switch", "parent", *(f"c{child}" for child in range(CHILDREN)))
-    with Network({name: [LabNic(50e6)] for name in names}) as made:
-        yield made
+    with Network({name: [LabNic(50e6)] for name in names}) as lab:
+        yield lab
 
 
 @pytest.fixture(params=["generic", pytest.param("native", marks=pytest.mark.exhaustive)])
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
-    with network() as lab, contextlib.ExitStack() as made:
-        yield Scene(lab, made, request.param)
+    with network() as lab, contextlib.ExitStack() as stack:
+        yield Scene(lab, stack, request.param)
 
 
 def test_sums_of_packets_from_three_hosts(scene: Scene) -> None:  # Rule 1
@@ -202,14 +204,14 @@ def test_sums_of_packets_from_three_hosts(scene: Scene) -> None:  # Rule 1
     sums = scene.poll(table)
     assert sums == {number: expected(number) for number in range(64)}
     assert table.counters["completed"] == 64
-    assert scene.passed == []  # user space saw none of them
+    assert scene.passed == []  # no packet reached user space
     assert table.counters["handed_up"] == 0
     table.close()
 
 
 def test_loss_and_repetition_make_no_wrong_sum(scene: Scene) -> None:
-    """A window of 8 numbers over 200; of every ten packets three are lost and two come twice; slots
-    are taken by greater numbers while late packets come."""
+    """A window of 8 slides over 200 numbers; of every ten packets three are lost and two are
+    repeated. Greater numbers take over slots while late packets arrive."""
     table, rng = scene.table(slots=8), random.Random(3)
     got: dict[int, bytes] = {}
     ack, sent = 0, []
@@ -222,11 +224,11 @@ def test_loss_and_repetition_make_no_wrong_sum(scene: Scene) -> None:
                 if rng.random() < 0.2:
                     scene.send(*rng.choice(sent[-300:]))
         for number, data in scene.poll(table, 0.01).items():
-            if rng.random() < 0.7:  # else the sum is lost on its way
+            if rng.random() < 0.7:  # else the sum is lost
                 assert got.setdefault(number, data) == data
         while ack in got:
             ack += 1
-        if rng.random() < 0.7:  # else the heartbeat is
+        if rng.random() < 0.7:  # else the heartbeat is lost
             scene.switch.do(table.snoop, ack)
     assert got == {number: expected(number) for number in range(200)}
     counters = table.counters
@@ -234,8 +236,8 @@ def test_loss_and_repetition_make_no_wrong_sum(scene: Scene) -> None:
     table.close()
 
 
-def test_children_whose_packets_come_on_several_processors_at_once(scene: Scene) -> None:
-    """A veth's packets are taken on their sender's processor; each packet comes twice."""
+def test_packets_on_several_processors_at_once_are_summed(scene: Scene) -> None:
+    """The program runs on the sender's processor with a veth; each packet is sent twice."""
     table, cpus = scene.table(), sorted(os.sched_getaffinity(0))
     numbers = range(64)
     trains = [[packet(number, child) for number in numbers] for child in range(CHILDREN)]
@@ -244,8 +246,8 @@ def test_children_whose_packets_come_on_several_processors_at_once(scene: Scene)
     def send(child: int) -> None:
         os.sched_setaffinity(0, {cpus[child % len(cpus)]})  # of this thread
         start.wait(10)
-        for one in trains[child]:
-            scene.send(child, one, one)
+        for data in trains[child]:
+            scene.send(child, data, data)
 
     threads = [threading.Thread(target=send, args=(child,)) for child in range(CHILDREN)]
     for thread in threads:
@@ -262,8 +264,8 @@ def test_children_whose_packets_come_on_several_processors_at_once(scene: Scene)
 
 
 def test_trains_of_packets_are_summed(scene: Scene) -> None:
-    """What segmentation offload has joined: native, the kernel cuts it before the program sees it;
-    generic, user space gets it, and both work on one table."""
+    """Segmentation offload joins packets into trains. In native mode the kernel splits a train
+    before the program runs; in generic mode user space receives it, and both use the same table."""
     table = scene.table()
     for child in range(CHILDREN - 1):
         scene.send_train(child, [packet(number, child) for number in range(40)])
@@ -287,8 +289,8 @@ def test_strangers_change_nothing(scene: Scene) -> None:  # Rule 8
     packets.seal(beat, HEADER_NBYTES, 1, KEY)
     scene.send(2, beat)
     assert scene.poll(table) == {}
-    # all of them reach user space as they were
-    assert sorted(scene.passed) == sorted(one.tobytes() for one in (*strange, beat))
+    # all of them reach user space unchanged
+    assert sorted(scene.passed) == sorted(data.tobytes() for data in (*strange, beat))
     assert set(table.counters.values()) == {0}
     for child in range(CHILDREN):
         scene.send(child, packet(0, child))
@@ -299,7 +301,7 @@ def test_strangers_change_nothing(scene: Scene) -> None:  # Rule 8
 
 
 @pytest.mark.parametrize("slots", [8, 1000])
-def test_stuck_sums_name_who_is_missing(scene: Scene, slots: int) -> None:
+def test_stuck_sums_name_the_missing_children(scene: Scene, slots: int) -> None:
     table = scene.table(slots=slots)
     table.now = 100
     scene.send(1, packet(3, 1))
@@ -310,7 +312,7 @@ def test_stuck_sums_name_who_is_missing(scene: Scene, slots: int) -> None:
     for number in range(slots - 3, slots):
         scene.send(2, packet(number, 2))
     scene.poll(table)
-    late = [(one.number, one.missing) for one in table.stuck() if one.age == 0]
+    late = [(slot.number, slot.missing) for slot in table.stuck() if slot.age == 0]
     assert late == [(number, (0, 1)) for number in range(slots - 3, slots)]
     table.now = 130
     (stuck,) = table.stuck(30)
@@ -322,7 +324,7 @@ def test_stuck_sums_name_who_is_missing(scene: Scene, slots: int) -> None:
 
 
 def test_without_the_parents_hardware_address_user_space_sends(scene: Scene) -> None:
-    table = scene.table(known=False)
+    table = scene.table(resolved=False)
     for child in range(CHILDREN):
         scene.send(child, packet(0, child))
     assert scene.poll(table) == {0: expected(0)}
@@ -330,7 +332,7 @@ def test_without_the_parents_hardware_address_user_space_sends(scene: Scene) -> 
     table.close()
 
 
-def test_jobs_are_apart_and_end_apart(scene: Scene) -> None:
+def test_jobs_are_isolated_and_end_separately(scene: Scene) -> None:
     first = scene.table(children=1)
     second = scene.device.table(hello_of(1, 0, 4), PORT + 1, KEY, ("127.0.0.1", 5))
     with pytest.raises(ConfigError, match="has a job on port"):
@@ -341,7 +343,9 @@ def test_jobs_are_apart_and_end_apart(scene: Scene) -> None:
     first.close()
     first.close()
     scene.send(0, packet(1, 0))
-    assert scene.sockets["switch"].recv(1 << 16) == packet(1, 0).tobytes()  # user space's again
+    assert (
+        scene.sockets["switch"].recv(1 << 16) == packet(1, 0).tobytes()
+    )  # it reaches user space again
     out = np.zeros(PACKET_NBYTES, np.uint8)
     assert second.add(packet(0, 0), np.ones(1, bool), out, 0) == 1
     with pytest.raises(LostError, match="closed"):
@@ -354,7 +358,7 @@ def test_jobs_are_apart_and_end_apart(scene: Scene) -> None:
     second.close()
 
 
-def test_a_device_has_room_for_so_many_jobs() -> None:  # Rule 4
+def test_a_device_refuses_more_than_the_maximum_of_jobs() -> None:  # Rule 4
     with HostThread(None) as nowhere:
         device = nowhere.do(XdpDevice.opened, "lo")
 
@@ -366,18 +370,20 @@ def test_a_device_has_room_for_so_many_jobs() -> None:  # Rule 4
             nowhere.do(table, 99)
         tables.pop().close()
         tables.append(nowhere.do(table, 99))
-        for one in tables:
-            one.close()
+        for open_table in tables:
+            open_table.close()
         device.close()
 
 
 def test_the_program_ends_with_its_process() -> None:
-    says = "from roadtrain_switch_offload.xdp import XdpDevice\nimport time\n"
-    says += "print(XdpDevice.opened('eth0').mode, flush=True)\ntime.sleep(60)\n"
+    program = "from roadtrain_switch_offload.xdp import XdpDevice\nimport time\n"
+    program += "print(XdpDevice.opened('eth0').mode, flush=True)\ntime.sleep(60)\n"
     with network() as lab:
         host = lab.hosts["switch"]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
-        process = host.run([sys.executable, "-c", says], stdout=subprocess.PIPE, text=True, env=env)
+        process = host.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=env
+        )
         assert process.stdout
         assert process.stdout.readline() == "generic\n"
         assert "xdpgeneric" in shown(host)
@@ -392,17 +398,18 @@ def shown(host: LabHost) -> str:
 
 
 def built(folder: Path, text: str) -> Path:
-    """The object file of a program with this source, made as `make bpf` makes the shipped one."""
+    """The object file of a program with this source, built as `make bpf` builds the shipped
+    file."""
     source = folder / SOURCE.name
     source.write_text(text)
-    made = source.with_suffix(".o")
-    subprocess.run(["make", "--silent", f"--directory={PLUGIN}", str(made)], check=True)
-    return made
+    target = source.with_suffix(".o")
+    subprocess.run(["make", "--silent", f"--directory={PLUGIN}", str(target)], check=True)
+    return target
 
 
 @needs_clang
-def test_the_shipped_program_is_what_its_source_gives(tmp_path: Path) -> None:
-    """Byte for byte with the clang that built it; by the self-test with any other."""
+def test_the_shipped_program_matches_its_source(tmp_path: Path) -> None:
+    """Byte for byte with the clang that built it; through the self-test with any other clang."""
     rebuilt = built(tmp_path, SOURCE.read_text())
     program = BpfObject(rebuilt)
     assert failed_trial(program) is None
@@ -421,11 +428,14 @@ def test_the_shipped_program_is_what_its_source_gives(tmp_path: Path) -> None:
     [
         ("^ ((x ^ y) & high)", ""),  # elements that overflow
         ("(x & mask) | (y & ~mask)", "(y & mask) | (x & ~mask)"),  # the least exponent
-        ("		entry->came = 0;\n", ""),  # a greater number finds who came to the former one
+        (
+            "		entry->came = 0;\n",
+            "",
+        ),  # a greater number inherits the children of the former number
         ("if (entry->came & bit)", "if (0)"),  # a resend is added twice
         ("if (head->number < entry->number)", "if (0)"),  # L10: a late packet takes the slot
-        ("head->tag != tag_of(packet, job)", "0"),  # strangers get in
-        ("if (head->number < (*now)->acked)", "if (0)"),  # L10: a resend begins a sum anew
+        ("head->tag != tag_of(packet, job)", "0"),  # packets of strangers are accepted
+        ("if (head->number < (*now)->acked)", "if (0)"),  # L10: a resend restarts a sum
         ("packet->head.sender = job->child", "packet->head.sender = 0"),
         ("ip->check = ~checksum", "ip->check = checksum"),
     ],
@@ -437,9 +447,9 @@ def test_the_self_test_refuses_a_broken_program(
     assert text.count(right) == 1
     monkeypatch.setattr(xdp, "OBJECT", built(tmp_path, text.replace(right, wrong)))
     with network() as lab, HostThread(lab.hosts["switch"].net) as switch:
-        why = switch.do(XdpDevice.opened, "eth0")
-        assert isinstance(why, str) and "the self-test of the program failed" in why
-        assert "summing in user space" in why and "\n" not in why
+        message = switch.do(XdpDevice.opened, "eth0")
+        assert isinstance(message, str) and "the self-test of the program failed" in message
+        assert "summing in user space" in message and "\n" not in message
         assert "xdp" not in shown(lab.hosts["switch"])
 
 
@@ -451,7 +461,7 @@ def test_a_missing_device_is_named_in_one_line() -> None:  # Rule 6
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the shipped object, with its source and their sums beside it."""
+    """A copy of the shipped object, beside copies of its source and its checksums."""
     for path in (SOURCE, xdp.OBJECT, BUILT):
         shutil.copy(path, tmp_path)
     return tmp_path / xdp.OBJECT.name
@@ -468,15 +478,15 @@ def test_an_object_of_other_sources_is_refused(
         BpfObject(copied)
     monkeypatch.setattr(xdp, "OBJECT", copied)
     with HostThread(None) as nowhere:
-        why = nowhere.do(XdpDevice.opened, "lo")
-    assert "run `make bpf`; summing in user space" in why and "\n" not in why
+        message = nowhere.do(XdpDevice.opened, "lo")
+    assert "run `make bpf`; summing in user space" in message and "\n" not in message
     path.unlink()
     with pytest.raises(BpfError, match=f"cannot read {path}"):
         BpfObject(copied)
 
 
 @needs_clang
-def test_a_program_that_the_kernel_refuses(tmp_path: Path) -> None:
+def test_a_program_refused_by_the_kernel_is_an_error(tmp_path: Path) -> None:
     endless = (
         '__attribute__((section("xdp"))) int f(void *c) { for (;;) asm volatile(""); return 2; }'
     )
@@ -484,11 +494,11 @@ def test_a_program_that_the_kernel_refuses(tmp_path: Path) -> None:
         BpfObject(built(tmp_path, endless))
 
 
-def test_a_device_that_has_a_program_already() -> None:
+def test_a_device_with_a_program_is_refused() -> None:
     with HostThread(None) as nowhere:
         first = nowhere.do(XdpDevice.opened, "lo")
-        why = nowhere.do(XdpDevice.opened, "lo")
-        assert isinstance(why, str) and "attach a program" in why
+        message = nowhere.do(XdpDevice.opened, "lo")
+        assert isinstance(message, str) and "attach a program" in message
         first.close()
         again = nowhere.do(XdpDevice.opened, "lo")
         assert isinstance(again, XdpDevice)

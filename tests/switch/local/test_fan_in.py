@@ -1,6 +1,6 @@
-"""Training through a fan-in: workers, switches and a server in front of which the sums arrive. The
-sums are those of integers, computed plainly (Rule 2: lossy by choice); the same whatever gets lost,
-restarts or stands in between."""
+"""Training through a fan-in: workers, switches, and a server that receives the sums. The sums equal
+those of plain integers (Rule 2: lossy by choice), regardless of lost packets, restarts and the
+switches in between."""
 
 from __future__ import annotations
 
@@ -37,60 +37,60 @@ from tests.support.models import Case, build
 from tests.support.processes import Workers, free_port, losses
 
 VOCAB = 50
-SMALL = 64  # numbers under way: a chunk has more packets than that
+SMALL = 64  # window: fewer numbers in flight than a chunk has packets
 TOKEN = b"a token of this job"
 
 
 @pytest.fixture
 def switches():
-    """`switches()`: one more switch, in this process; its address. `switches.lines`: what they
-    said; `switches.stop(address)` ends one."""
-    made, lines = {}, []
+    """`switches()` starts another switch in this process and returns its address. `switches.lines`
+    are the lines that the switches printed; `switches.stop(address)` ends a switch."""
+    hosts, lines = {}, []
 
     def make(port=0, nbytes=16 * MIB):
         switch = SwitchHost(("127.0.0.1", port), nbytes, TcpOptions(token=TOKEN), lines.append)
-        made[switch.where] = switch
+        hosts[switch.where] = switch
         return switch.where
 
     def stop(where):
-        made.pop(where).__exit__()
+        hosts.pop(where).__exit__()
 
     make.lines, make.stop = lines, stop
     yield make
-    for where in list(made):
+    for where in list(hosts):
         stop(where)
 
 
 @pytest.fixture
 def lossy(monkeypatch):
     """Switches lose, double and delay packets, in both directions."""
-    made = []
+    faults = []
 
     def socket(*args, **options):
-        made.append(RandomFaults(len(made), loss=0.02, duplicate=0.01, reorder=0.02))
-        return faulty(DatagramSocket(*args, **options), made[-1])
+        faults.append(RandomFaults(len(faults), loss=0.02, duplicate=0.01, reorder=0.02))
+        return faulty(DatagramSocket(*args, **options), faults[-1])
 
     monkeypatch.setattr(admission, "DatagramSocket", socket)
-    return made
+    return faults
 
 
 def trained(case, host, home, steps, workers, fan_in, *others, **options):
-    """step -> loss and norm, of each worker. `others`: more hosts that serve."""
+    """Train and return step -> loss and norm for each worker. `others`: more hosts that serve."""
     home.mkdir()
-    servers = [one.where for one in (host, *others)]
-    ran = Workers(case, servers, home, steps, workers, fan_in=fan_in, token=TOKEN, **options)
-    codes = ran.join(60)
-    assert codes == [0] * workers, (ran.errors(), host.log.read_text())
-    return [losses(log) for log in ran.logs]
+    servers = [server.where for server in (host, *others)]
+    run = Workers(case, servers, home, steps, workers, fan_in=fan_in, token=TOKEN, **options)
+    codes = run.join(60)
+    assert codes == [0] * workers, (run.errors(), host.log.read_text())
+    return [losses(log) for log in run.logs]
 
 
 def only_losses(of_worker):
-    """step -> loss."""
+    """Return step -> loss of a worker."""
     return {int(s): next(iter(v)).split()[0] for s, v in of_worker.items() if s != "end"}
 
 
 class PlainFanIn:
-    """The same training in memory: every gradient as integers, added, and back."""
+    """The same training in memory: gradients are quantized, added as integers and dequantized."""
 
     def __init__(self, case, directory, width, workers):
         self.case, self.width, self.workers = case, width, workers
@@ -99,13 +99,13 @@ class PlainFanIn:
         self.model, self.optimizer = build(case)
 
     def losses(self, steps):
-        """step -> loss, of each worker."""
-        found = [{} for _ in range(self.workers)]
+        """Return step -> loss for each worker."""
+        of_workers = [{} for _ in range(self.workers)]
         for step in range(steps):
             grads = []
             for rank in range(self.workers):
                 loss = self.backward(1000 + step * self.workers + rank)
-                found[rank][step + 1] = loss.hex()
+                of_workers[rank][step + 1] = loss.hex()
                 grads.append({n: p.grad for n, p in self.model.named_parameters()})
                 self.optimizer.zero_grad()
             summed = self.summed(grads)
@@ -113,7 +113,7 @@ class PlainFanIn:
                 parameter.grad = summed[name] / self.workers
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return found
+        return of_workers
 
     def backward(self, seed):
         torch.manual_seed(seed)
@@ -127,12 +127,12 @@ class PlainFanIn:
         out = {name: torch.zeros_like(grad) for name, grad in grads[0].items()}
         for chunk in self.table.trainable:
             flat = [self.flat(chunk, grad) for grad in grads]
-            maxima = np.max([references.reference_exponents(one, "fp32") for one in flat], axis=0)
+            maxima = np.max([references.reference_exponents(grad, "fp32") for grad in flat], axis=0)
             total = sum(
-                references.reference_quantize(one, "fp32", maxima, self.workers, self.width).astype(
-                    np.int64
-                )
-                for one in flat
+                references.reference_quantize(
+                    grad, "fp32", maxima, self.workers, self.width
+                ).astype(np.int64)
+                for grad in flat
             )
             back = references.reference_dequantize(total, maxima, self.workers, self.width)
             for span in chunk.spans:
@@ -153,20 +153,20 @@ class PlainFanIn:
 
 
 @pytest.mark.parametrize(("wire", "workers"), [("int8", 2), ("int32", 4)])
-def test_the_sums_are_those_of_plain_integers(wire, workers, hosts, switches, tmp_path):  # Rule 2
+def test_sums_equal_plain_integer_sums(wire, workers, hosts, switches, tmp_path):  # Rule 2
     [host] = hosts(1, token=TOKEN)
     plan = FanIn((SwitchNode(switches()),), wire, SMALL)
     case = Case(eager=True, sgd=True)
-    found = trained(case, host, tmp_path / "run", 3, workers, plan)
+    of_workers = trained(case, host, tmp_path / "run", 3, workers, plan)
     plain = PlainFanIn(case, host.directory, plan.width, workers)
-    assert [only_losses(one) for one in found] == plain.losses(3)
+    assert [only_losses(worker) for worker in of_workers] == plain.losses(3)
 
 
-def test_what_workers_sent_to_a_switch_is_nothing_elsewhere(
+def test_packets_for_a_switch_are_ignored_elsewhere(
     hosts, switches, tmp_path, monkeypatch
 ):  # Rule 8
-    """Somebody records packets and sends them past their switch: they have the job's tag, and come
-    before the sums of the same numbers."""
+    """An attacker records packets and sends them past their switch: they have the job's tag and
+    arrive before the sums of the same numbers."""
     real = vars(SwitchJob)["_take_run"]
 
     def recorded(job, run, sums):
@@ -177,16 +177,14 @@ def test_what_workers_sent_to_a_switch_is_nothing_elsewhere(
     [host] = hosts(1, token=TOKEN)
     root, rack, case = switches(), switches(), Case(eager=True, sgd=True)
     plan = FanIn((SwitchNode(root, "", (1,)), SwitchNode(rack, root, (0,))), "int32", SMALL)
-    found = trained(case, host, tmp_path / "run", 2, 2, plan)
+    of_workers = trained(case, host, tmp_path / "run", 2, 2, plan)
     plain = PlainFanIn(case, host.directory, plan.width, 2)
-    assert [only_losses(one) for one in found] == plain.losses(2)
+    assert [only_losses(worker) for worker in of_workers] == plain.losses(2)
 
 
-def test_a_tree_that_loses_packets_gives_the_same_bits(
-    hosts, switches, tmp_path, lossy, monkeypatch
-):  # Rule 1
-    """Two levels; the server's end, switches and workers see losses, repetitions and disorder.
-    Then one switch that loses nothing, and the network's multicast where it is to be had."""
+def test_a_lossy_tree_gives_the_same_bits(hosts, switches, tmp_path, lossy, monkeypatch):  # Rule 1
+    """The tree has two levels, and its packets are lost, repeated and reordered. The reference is
+    a single switch without loss, with the network's multicast where it is available."""
     case = Case(clip=0.5, accumulate=2, groups=True)
     first, second = hosts(2, token=TOKEN)
     root, left, right = switches(), switches(), switches()
@@ -197,36 +195,36 @@ def test_a_tree_that_loses_packets_gives_the_same_bits(
         "off",
     )
     through_tree = trained(case, first, tmp_path / "tree", 3, 3, tree)
-    assert sum(one.lost for one in lossy) > 100
+    assert sum(faults.lost for faults in lossy) > 100
     assert "fan-in: 3 switch(es) ready" in first.log.read_text()
     monkeypatch.undo()
-    one = FanIn((SwitchNode(switches()),), "int16")
-    assert trained(case, second, tmp_path / "one", 3, 3, one) == through_tree
-    by = "the network (multicast" if multicast_comes_back() else "the switches"
-    assert f"fan-in: parameters are copied by {by}" in second.log.read_text()
+    single = FanIn((SwitchNode(switches()),), "int16")
+    assert trained(case, second, tmp_path / "one", 3, 3, single) == through_tree
+    copier = "the network (multicast" if multicast_works() else "the switches"
+    assert f"fan-in: parameters are copied by {copier}" in second.log.read_text()
 
 
-def multicast_comes_back():
-    """Whether this host's loopback carries multicast."""
+def multicast_works():
+    """Return whether this host's loopback carries multicast."""
     group, options = ("239.192.1.2", free_port()), {"receive_nbytes": MIB, "send_nbytes": MIB}
     sender = DatagramSocket(("127.0.0.1", 0), **options)
     receiver = DatagramSocket(("127.0.0.1", 0), group=group, **options)
     sender.send(np.zeros(8, np.uint8), 8, group)
-    came = receiver.receive(np.zeros(1 << 16, np.uint8), 1.0)
+    packet = receiver.receive(np.zeros(1 << 16, np.uint8), 1.0)
     sender.close()
     receiver.close()
-    return came is not None
+    return packet is not None
 
 
-def test_the_switches_copy_once_the_network_does_not(hosts, switches, tmp_path):  # Rule 5
-    """Where nobody asks them to remember, a network's devices forget who is in a group."""
-    if not multicast_comes_back():
+def test_switches_copy_once_multicast_stops(hosts, switches, tmp_path):  # Rule 5
+    """Without an IGMP querier a network's devices forget the members of a group."""
+    if not multicast_works():
         pytest.skip("this host's loopback carries no multicast")
     [host] = hosts(1, token=TOKEN, fault=("forget",))
     trained(Case(eager=True), host, tmp_path / "run", 3, 2, [switches()])
-    said = host.log.read_text()
-    assert "parameters are copied by the network (multicast" in said
-    assert "multicast stopped working" in said
+    log = host.log.read_text()
+    assert "parameters are copied by the network (multicast" in log
+    assert "multicast stopped working" in log
 
 
 CASES = {
@@ -239,27 +237,27 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_job_trains_as_over_tcp(name, hosts, switches, tmp_path):
-    """To the error of int32: a thousandth of the loss is a thousand times what rounding makes."""
+    """Within the error of int32: the tolerance of 1e-3 is a thousand times the rounding error."""
     case, workers, options = CASES[name]
     first, second = hosts(2, token=TOKEN)
     plain = trained(case, first, tmp_path / "plain", 4, workers, None, **options)
     summed = trained(case, second, tmp_path / "fan-in", 4, workers, [switches()], **options)
-    for mine, theirs in zip(map(only_losses, summed), map(only_losses, plain)):
-        assert mine.keys() == theirs.keys() == {1, 2, 3, 4}
-        for step in mine:
-            assert float.fromhex(mine[step]) == pytest.approx(float.fromhex(theirs[step]), rel=1e-3)
+    for ours, exact in zip(map(only_losses, summed), map(only_losses, plain)):
+        assert ours.keys() == exact.keys() == {1, 2, 3, 4}
+        for step in ours:
+            assert float.fromhex(ours[step]) == pytest.approx(float.fromhex(exact[step]), rel=1e-3)
 
 
-def test_two_servers_hold_the_same(hosts, switches, tmp_path):
-    """Each has an end of its own; with replicas they compare what they made of the sums."""
+def test_two_servers_hold_the_same_state(hosts, switches, tmp_path):
+    """Each server has its own fan-in end; replicas compare the results of the sums."""
     case, plan, all_hosts = Case(eager=True, groups=True), [switches()], hosts(3, token=TOKEN)
-    one = trained(case, all_hosts[0], tmp_path / "one", 3, 2, plan)
-    two = trained(case, all_hosts[1], tmp_path / "two", 3, 2, plan, all_hosts[2], replicas=2)
-    assert two == one
+    single = trained(case, all_hosts[0], tmp_path / "one", 3, 2, plan)
+    pair = trained(case, all_hosts[1], tmp_path / "two", 3, 2, plan, all_hosts[2], replicas=2)
+    assert pair == single
 
 
-def test_a_run_goes_on_with_and_without_it(hosts, switches, tmp_path):  # Rule 3
-    """Each worker finds its own state (its loss scaler) again, whoever committed it."""
+def test_a_run_continues_with_and_without_the_fan_in(hosts, switches, tmp_path):  # Rule 3
+    """Each worker restores its own state (its loss scaler), whichever worker committed it."""
     case, [first, second] = Case(scaler=True), hosts(2, token=TOKEN)
     plan = [switches()]
     whole = trained(case, first, tmp_path / "whole", 4, 2, plan)
@@ -272,72 +270,74 @@ def test_a_run_goes_on_with_and_without_it(hosts, switches, tmp_path):  # Rule 3
     assert [*only_losses(over_tcp[1])] == [5]
 
 
-def until(what, deadline_s=40.0):
+def until(condition, deadline_s=40.0):
     end = time.monotonic() + deadline_s
-    while not what():
-        assert time.monotonic() < end, "it does not come"
+    while not condition():
+        assert time.monotonic() < end, "the condition does not become true"
         time.sleep(0.02)
 
 
-def test_a_switch_that_restarts_loses_no_step(hosts, switches, tmp_path):  # Rule 3, Rule 5
+def test_a_switch_restart_loses_no_step(hosts, switches, tmp_path):  # Rule 3, Rule 5
     case, steps = Case(eager=True), 16
     first, second = hosts(2, token=TOKEN)
     whole = trained(case, first, tmp_path / "whole", steps, 2, [switches()])
     port, home = free_port(), tmp_path / "restarted"
     switch = switches(port)
     home.mkdir()
-    ran = Workers(case, [second.where], home, steps, 2, fan_in=[switch], token=TOKEN)
-    until(lambda: "2" in losses(ran.logs[1]))
+    run = Workers(case, [second.where], home, steps, 2, fan_in=[switch], token=TOKEN)
+    until(lambda: "2" in losses(run.logs[1]))
     switches.stop(switch)
     time.sleep(0.5)
     assert switches(port) == switch
-    assert ran.join(60) == [0, 0], (ran.errors(), second.log.read_text())
-    assert [losses(log) for log in ran.logs] == whole
-    said = second.log.read_text()
-    assert f"switch {switch} is lost" in said and f"switch {switch} is connected again" in said
+    assert run.join(60) == [0, 0], (run.errors(), second.log.read_text())
+    assert [losses(log) for log in run.logs] == whole
+    log = second.log.read_text()
+    assert f"switch {switch} is lost" in log and f"switch {switch} is connected again" in log
 
 
-def test_a_worker_that_stops_is_named_and_one_that_dies_ends_the_session(
+def test_a_stopped_worker_is_named_and_a_dead_worker_ends_the_session(
     hosts, switches, tmp_path
 ):  # Rule 3, Rule 5
     case, [host], plan = Case(eager=True), hosts(1, token=TOKEN), [switches()]
-    ran = Workers(case, [host.where], tmp_path, 100000, 2, fan_in=plan, token=TOKEN)
-    until(lambda: "2" in losses(ran.logs[1]))
-    os.kill(ran.processes[1].pid, signal.SIGSTOP)
+    run = Workers(case, [host.where], tmp_path, 100000, 2, fan_in=plan, token=TOKEN)
+    until(lambda: "2" in losses(run.logs[1]))
+    os.kill(run.processes[1].pid, signal.SIGSTOP)
     begin, answers = time.monotonic(), []
 
-    def named():
+    def is_named():
         answers.append(health.ask(address_of(host.where), TcpOptions(token=TOKEN)))
         return not isinstance(answers[-1], BaseException) and "worker 1 has " in answers[-1][0]
 
-    until(named)
-    assert time.monotonic() - begin < 30.0  # two seconds, else never: SILENT_S of a session is 60
-    said = answers[-1]
-    assert any(name.startswith("worker 0 (127.0.0.1") for name in said[1]), said
-    assert "packets sent" in said[0] and "rounds stuck" in said[0]
+    until(is_named)
+    assert (
+        time.monotonic() - begin < 30.0
+    )  # after two seconds or never: SILENT_S of a session is 60
+    answer = answers[-1]
+    assert any(name.startswith("worker 0 (127.0.0.1") for name in answer[1]), answer
+    assert "packets sent" in answer[0] and "rounds stuck" in answer[0]
     assert re.search(r"fan-in: worker 1 has ", host.log.read_text())
-    os.kill(ran.processes[1].pid, signal.SIGKILL)
-    codes = ran.join(30)
-    assert codes[0] == 3 and "worker 1 was lost" in ran.errors()[0], ran.errors()
+    os.kill(run.processes[1].pid, signal.SIGKILL)
+    codes = run.join(30)
+    assert codes[0] == 3 and "worker 1 was lost" in run.errors()[0], run.errors()
     until(lambda: "session over" in host.log.read_text())
-    done = max(int(s) for s in losses(ran.logs[0]) if s.isdigit())
+    done = max(int(s) for s in losses(run.logs[0]) if s.isdigit())
     home = tmp_path / "again"
     again = trained(case, host, home, done + 2, 2, plan, session="2")
     assert str(done + 2) in again[1]
 
 
-def test_a_budget_that_is_too_small_is_said(hosts, switches, tmp_path):  # Rule 4
+def test_a_budget_that_is_too_small_is_reported(hosts, switches, tmp_path):  # Rule 4
     [host] = hosts(1, token=TOKEN, budget=28 << 20)
-    small = Workers(
+    workers = Workers(
         Case(eager=True), [host.where], tmp_path, 1, 1, fan_in=[switches()], token=TOKEN
     )
-    assert small.join(40) == [3]
+    assert workers.join(40) == [3]
     words = r"needs at least \d+ MiB \(\d.* of it for its fan-in\), but its budget is 28"
-    assert re.search(words, small.errors()[0]), small.errors()
+    assert re.search(words, workers.errors()[0]), workers.errors()
 
 
-class Nobody:
-    """Hears nothing."""
+class IgnoringReceiver:
+    """A receiver that ignores every frame."""
 
     def room(self, kind, header, nbytes):
         return memoryview(bytearray(nbytes))
@@ -349,14 +349,16 @@ class Nobody:
         pass
 
 
-def test_who_means_something_else_is_refused(hosts):  # Rule 6
+def test_a_worker_whose_fan_in_differs_is_refused(hosts):  # Rule 6
     [host] = hosts(1, token=TOKEN)
     options = TcpOptions(token=TOKEN, retry_s=0.0)
     links = []
 
     def greet(hello):
         address = address_of(host.where)
-        links.append(connect(address, Nobody(), options, hello=hello, language=m.LANGUAGE))
+        links.append(
+            connect(address, IgnoringReceiver(), options, hello=hello, language=m.LANGUAGE)
+        )
 
     def hello(rank, session="s", signature="x"):
         return m.Hello(session, rank, 3, 1, 0, signature)
@@ -390,21 +392,21 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
     links[-1].close()
 
 
-def test_a_switch_that_is_not_there_is_named(switches, monkeypatch):  # Rule 5
-    """Also one that has not as many slots as are asked for."""
+def test_an_absent_switch_is_named(switches, monkeypatch):  # Rule 5
+    """A switch with fewer slots than requested is named, too."""
     monkeypatch.setattr(registration_module, "SWITCH_S", 1.0)
     monkeypatch.setattr(registration_module, "BUSY_S", 1.0)
-    nobody, little = f"127.0.0.1:{free_port()}", switches(nbytes=3 * MIB)
-    refused = refused_by(nobody, 64)
+    absent, small = f"127.0.0.1:{free_port()}", switches(nbytes=3 * MIB)
+    refused = refused_by(absent, 64)
     assert re.search(
         r"did not accept job s for [1-9]\d*\.\d s .since \d\d:\d\d:\d\d UTC.: .* refused", refused
     )
-    assert f"hint: run `roadtrain serve {nobody} --switch` there" in refused
-    assert "slots" in refused_by(little, 65536)
+    assert f"hint: run `roadtrain serve {absent} --switch` there" in refused
+    assert "slots" in refused_by(small, 65536)
 
 
 def refused_by(where, window):
-    """Why the switch there does not take a job."""
+    """Return why the switch at `where` refuses a job."""
     failed = queue.SimpleQueue()
     plan = FanIn((SwitchNode(where),), window=window)
     registration = Registration(

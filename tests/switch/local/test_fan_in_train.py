@@ -1,6 +1,6 @@
-"""Training whose gradients switches add: servers, switches and workers in processes of their own.
-Integers are the same in whatever order packets come, so runs repeat their bits (Rule 1); whoever
-dies, the same command goes on at the last committed step (Rule 3)."""
+"""Training whose gradients are summed by switches: servers, switches and workers run in separate
+processes. Integer sums do not depend on the order of packets, so runs repeat their bits (Rule 1).
+After the death of any process the same command continues at the last committed step (Rule 3)."""
 
 import os
 import re
@@ -25,77 +25,79 @@ CASES = {
 STEPS = 4
 
 
-def also(*values):
-    """Run with --exhaustive."""
+def exhaustive(*values):
+    """A case that runs only with --exhaustive."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 @pytest.fixture
 def switches(tmp_path):
-    """`switches(n)`: n more processes; `switches.all`: those so far."""
-    made = []
+    """`switches(n)` starts n more processes; `switches.all` lists all of them."""
+    processes = []
 
     def make(n=1, **options):
-        made.extend(SwitchProcess(tmp_path / f"switch{len(made)}.log", **options) for _ in range(n))
-        return made[-n:]
+        processes.extend(
+            SwitchProcess(tmp_path / f"switch{len(processes)}.log", **options) for _ in range(n)
+        )
+        return processes[-n:]
 
-    make.all = made
+    make.all = processes
     yield make
-    for switch in made:
+    for switch in processes:
         switch.kill()
 
 
-def one(switches, **options):
-    """A plan with one switch."""
+def single_switch(switches, **options):
+    """Return a plan with a single switch."""
     return FanIn((SwitchNode(switches()[0].where),), **{"window": 256, **options})
 
 
 def trained(case, servers, home, plan, workers=2, steps=STEPS, **options):
     home.mkdir(exist_ok=True)
-    ran = Workers(case, servers, home, steps, workers, fan_in=plan, **options)
-    assert ran.join() == [0] * workers, (ran.errors(), ran.notes())
-    return [losses(log) for log in ran.logs]
+    run = Workers(case, servers, home, steps, workers, fan_in=plan, **options)
+    assert run.join() == [0] * workers, (run.errors(), run.notes())
+    return [losses(log) for log in run.logs]
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "late, bf16", *map(also, ("newest", "frozen, bf16", CLIPPED))]
+    "name", ["plain", "late, bf16", *map(exhaustive, ("newest", "frozen, bf16", CLIPPED))]
 )
 def test_a_run_repeats_its_bits(name, addresses, switches, tmp_path):
-    case, plan = CASES[name], one(switches)
+    case, plan = CASES[name], single_switch(switches)
     first = trained(case, addresses(1), tmp_path / "first", plan)
-    assert len(first[0]) == STEPS + 1  # and the hash of all state
+    assert len(first[0]) == STEPS + 1  # the steps and the hash of all state
     if name != "newest":
         assert trained(case, addresses(1), tmp_path / "again", plan) == first
 
 
-def test_packets_that_get_lost_change_no_loss(addresses, switches, tmp_path):
+def test_lost_packets_change_no_loss(addresses, switches, tmp_path):
     case = CASES[CLIPPED]
-    whole = trained(case, addresses(1), tmp_path / "whole", one(switches, wire="int16"))
+    whole = trained(case, addresses(1), tmp_path / "whole", single_switch(switches, wire="int16"))
     lossy = FanIn((SwitchNode(switches(loss=0.01)[0].where),), wire="int16", window=256)
     servers = addresses(1, fault=("lose", 0.01))
     assert trained(case, servers, tmp_path / "lossy", lossy, loss=0.01) == whole
 
 
-@pytest.mark.parametrize("wire", ["int32", also("int16"), also("int8")])
-def test_it_is_near_the_sum_over_tcp(wire, addresses, switches, tmp_path):  # Rule 2
+@pytest.mark.parametrize("wire", ["int32", exhaustive("int16"), exhaustive("int8")])
+def test_sums_are_close_to_those_over_tcp(wire, addresses, switches, tmp_path):  # Rule 2
     case = Case(eager=True)
     plain = Workers(case, addresses(1), tmp_path, STEPS, 2)
     assert plain.join() == [0, 0], plain.errors()
     exact = losses(plain.logs[0])
-    found = trained(case, addresses(1), tmp_path / wire, one(switches, wire=wire))[0]
+    summed = trained(case, addresses(1), tmp_path / wire, single_switch(switches, wire=wire))[0]
 
-    def of(seen, step):
-        [(line)] = seen[step]
+    def loss_at(steps, step):
+        [(line)] = steps[step]
         return float.fromhex(line.split()[0])
 
-    off = [abs(of(found, str(n)) / of(exact, str(n)) - 1) for n in range(1, STEPS + 1)]
+    off = [abs(loss_at(summed, str(n)) / loss_at(exact, str(n)) - 1) for n in range(1, STEPS + 1)]
     assert max(off) < {"int32": 1e-4, "int16": 1e-2, "int8": 0.2}[wire], off
-    assert found["end"] != exact["end"]  # it is not the sum over TCP by another name
+    assert summed["end"] != exact["end"]  # the sums did go through the switch
 
 
-def test_a_worker_without_a_gradient_of_a_block(addresses, switches, tmp_path):
-    """It does not ask for the block's parameters either: the other's pull is answered alone."""
-    case, plan = CASES["plain"], one(switches)
+def test_a_worker_may_lack_the_gradient_of_a_block(addresses, switches, tmp_path):
+    """Nor does it pull the block's parameters: only the other worker's pull is answered."""
+    case, plan = CASES["plain"], single_switch(switches)
     runs = [
         trained(case, addresses(1), tmp_path / str(n), plan, steps=2, changes={1: "skip"})
         for n in (0, 1)
@@ -108,16 +110,18 @@ def test_a_worker_without_a_gradient_of_a_block(addresses, switches, tmp_path):
 @pytest.mark.parametrize(
     ("name", "workers", "servers", "options"),
     [
-        also("plain", 1, 1, {}),
+        exhaustive("plain", 1, 1, {}),
         (CLIPPED, 2, 2, {}),
-        also("plain", 2, 2, {"replicas": 2}),
-        also("plain", 4, 1, {"relay": "96MiB", "local": 2}),
-        also("late, bf16", 2, 2, {"relay": "96MiB", "local": 1}),
+        exhaustive("plain", 2, 2, {"replicas": 2}),
+        exhaustive("plain", 4, 1, {"relay": "96MiB", "local": 2}),
+        exhaustive("late, bf16", 2, 2, {"relay": "96MiB", "local": 1}),
     ],
     ids=["one worker", "two servers", "replicas", "relays of two", "relays of one"],
 )
-def test_whoever_takes_part(name, workers, servers, options, addresses, switches, tmp_path):
-    case, plan = CASES[name], one(switches)
+def test_runs_of_every_layout_repeat_their_bits(
+    name, workers, servers, options, addresses, switches, tmp_path
+):
+    case, plan = CASES[name], single_switch(switches)
     runs = [
         trained(case, addresses(servers), tmp_path / str(n), plan, workers, **options)
         for n in (0, 1)
@@ -125,11 +129,11 @@ def test_whoever_takes_part(name, workers, servers, options, addresses, switches
     assert runs[0] == runs[1] and len(runs[0][0]) == STEPS + 1
 
 
-def test_two_racks(addresses, switches, tmp_path):
-    """A switch more on the way, and workers below both, change no bit of the same sum."""
+def test_two_racks_change_no_bit(addresses, switches, tmp_path):
+    """A second switch on the way, and workers below both, leave the sums unchanged."""
     case = CASES["plain"]
-    flat = trained(case, addresses(1), tmp_path / "flat", one(switches), 3)
-    root, rack = (one.where for one in switches(2))
+    flat = trained(case, addresses(1), tmp_path / "flat", single_switch(switches), 3)
+    root, rack = (switch.where for switch in switches(2))
     plan = FanIn(
         (SwitchNode(root, workers=(1,)), SwitchNode(rack, parent=root, workers=(0, 2))), window=256
     )
@@ -139,7 +143,7 @@ def test_two_racks(addresses, switches, tmp_path):
 def until_step(workers, step):
     deadline = time.monotonic() + 60
     while str(step) not in losses(workers.logs[1]):
-        assert time.monotonic() < deadline, f"step {step} does not come"
+        assert time.monotonic() < deadline, f"step {step} is not reached"
         time.sleep(0.01)
 
 
@@ -156,50 +160,53 @@ def whole(tmp_path_factory):
         switch.kill()
 
 
-@pytest.mark.parametrize("whom", ["worker", also("server"), also("switch for good")])
+@pytest.mark.parametrize("victim", ["worker", exhaustive("server"), exhaustive("switch for good")])
 # Rule 3, Rule 5
-def test_a_kill_is_noticed_and_nothing_is_lost(whom, whole, hosts, switches, tmp_path):
-    case, plan, steps = Case(eager=True), one(switches), 24
+def test_a_kill_is_reported_and_no_committed_step_is_lost(victim, whole, hosts, switches, tmp_path):
+    case, plan, steps = Case(eager=True), single_switch(switches), 24
     [host], home = hosts(1), tmp_path / "killed"
     home.mkdir()
     switch = switches.all[0]
-    given = {"fan_in": plan, "deadline_s": 4}
-    workers = Workers(case, [host.where], home, 1000, 2, **given)
+    options = {"fan_in": plan, "deadline_s": 4}
+    workers = Workers(case, [host.where], home, 1000, 2, **options)
     until_step(workers, 3)
-    if whom == "worker":
+    if victim == "worker":
         os.kill(workers.processes[1].pid, signal.SIGKILL)
     else:
-        (host if whom == "server" else switch).kill()
+        (host if victim == "server" else switch).kill()
     begin = time.monotonic()
     codes = workers.join(60)
     assert time.monotonic() - begin < 30 and 3 in codes, codes
-    said = "; ".join(workers.errors())
+    errors = "; ".join(workers.errors())
     name = {
         "worker": "worker 1",
         "server": "server 0",
         "switch for good": f"switch {plan.root.address}",
-    }[whom]
-    assert name in said and "step" in said, said
+    }[victim]
+    assert name in errors and "step" in errors, errors
     done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
-    assert done < steps, "killed too late to see anything"
+    assert done < steps, "killed too late to test anything"
     port = int(plan.root.address.rpartition(":")[2])
-    if whom == "server":
+    if victim == "server":
         [host] = hosts(1, port=int(host.where.rpartition(":")[2]), directory=host.directory)
-    elif whom == "switch for good":
+    elif victim == "switch for good":
         switches(port=port)
     again = Workers(case, [host.where], home, steps, 2, fan_in=plan, session="2")
     assert again.join() == [0, 0], again.errors()
-    for mine, expected in zip((losses(log) for log in workers.logs), whole):
-        assert {s: mine[s] for s in expected} == expected
+    for continued, expected in zip((losses(log) for log in workers.logs), whole):
+        assert {s: continued[s] for s in expected} == expected
 
 
-@pytest.mark.parametrize("case", ["the root is gone", also("the root stops"), also("a rack stops")])
-def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, switches, tmp_path):
-    """Not the device: the error says which switch, since when, and what to do. Rule 5."""
+@pytest.mark.parametrize(
+    "case", ["the root is gone", exhaustive("the root stops"), exhaustive("a rack stops")]
+)
+def test_a_silent_switch_is_named_by_every_waiting_worker(case, hosts, switches, tmp_path):
+    """Rule 5: the error names the switch rather than the device, says since when, and what to
+    do."""
     [host], (root, rack) = hosts(1), switches(2)
     nodes = SwitchNode(root.where, workers=(0,)), SwitchNode(rack.where, root.where, (1,))
-    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 6}
-    workers = Workers(Case(eager=True), [host.where], tmp_path, 1000, 2, **given)
+    options = {"fan_in": FanIn(nodes, window=256), "deadline_s": 6}
+    workers = Workers(Case(eager=True), [host.where], tmp_path, 1000, 2, **options)
     until_step(workers, 3)
     stopped = rack if case == "a rack stops" else root
     if case == "the root is gone":
@@ -208,9 +215,9 @@ def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, swi
         os.kill(stopped.process.pid, signal.SIGSTOP)
     assert workers.join(60) == [3, 3]
     errors = workers.errors()
-    # worker 0 cannot see what is below the other switch
+    # worker 0 has no view below the other switch
     for error in errors[1:] if stopped is rack else errors:
-        if "DeadlineError" not in error:  # the other worker's deadline was first
+        if "DeadlineError" not in error:  # the other worker's deadline passed first
             assert "worker" in error and "was lost" in error, error
             continue
         assert "in step" in error and f"switch {stopped.where}, " in error, error
@@ -222,15 +229,15 @@ def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, swi
 
 
 @pytest.mark.exhaustive
-def test_a_switch_that_starts_again_costs_no_step(whole, hosts, switches, tmp_path):
-    case, plan, steps = Case(eager=True), one(switches), 24
+def test_a_switch_restart_costs_no_step(whole, hosts, switches, tmp_path):
+    case, plan, steps = Case(eager=True), single_switch(switches), 24
     home = tmp_path / "killed"
     home.mkdir()
     workers = Workers(case, [hosts(1)[0].where], home, steps, 2, fan_in=plan)
     until_step(workers, 3)
     switches.all[0].kill()
     done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
-    assert done < steps, "killed too late to see anything"
+    assert done < steps, "killed too late to test anything"
     switches(port=int(plan.root.address.rpartition(":")[2]))
     assert workers.join() == [0, 0], workers.errors()
     assert [losses(log) for log in workers.logs] == whole

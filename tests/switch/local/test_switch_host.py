@@ -1,5 +1,5 @@
-"""`roadtrain serve --switch` on real sockets: sums and copies through one switch and through a
-tree, several jobs at once, restarts, and who is silent."""
+"""`roadtrain serve --switch` on real sockets: sums and copies through a single switch and through a
+tree, several jobs at once, restarts, and reports of silent peers."""
 
 import contextlib
 import re
@@ -44,30 +44,30 @@ COUNT = 400
 
 @pytest.fixture
 def switches():
-    """`switches(...)`: one more SwitchHost; `switches.lines`: what they said."""
-    made, lines = [], []
+    """`switches(...)` starts another SwitchHost; `switches.lines` are the lines they printed."""
+    hosts, lines = [], []
 
     def make(port=0, nbytes=16 * MIB, options=OPTIONS):
-        made.append(SwitchHost((HOST, port), nbytes, options, lines.append))
-        return made[-1]
+        hosts.append(SwitchHost((HOST, port), nbytes, options, lines.append))
+        return hosts[-1]
 
     make.lines = lines
     yield make
-    for switch in made:
+    for switch in hosts:
         switch.__exit__()
 
 
 @pytest.fixture
 def peers():
-    """`peers(x)`: x is closed in the end."""
-    made = []
+    """`peers(x)` returns x, which is closed after the test."""
+    opened = []
 
-    def keep(peer):
-        made.append(peer)
+    def make(peer):
+        opened.append(peer)
         return peer
 
-    yield keep
-    for peer in made:
+    yield make
+    for peer in opened:
         peer.close()
 
 
@@ -76,7 +76,7 @@ def address(switch):
 
 
 def job(peers, switch, workers=2, number=7, faults=None):
-    """An end and its workers, all below one switch. faults: of each, the end's first."""
+    """Make an end and its workers below one switch. faults: The faults of each, the end first."""
     faults = faults or [None] * (workers + 1)
     end = peers(End(number, f"job{number}", faults=faults[0]))
     port = end.register(address(switch), workers)
@@ -87,7 +87,7 @@ def job(peers, switch, workers=2, number=7, faults=None):
 
 
 def run(end, workers, count, deadline_s=30.0):
-    """Sums up and parameters down, at once."""
+    """Send sums up and parameters down at the same time."""
     for peer in (end, *workers):
         peer.sender.may_send(count)
 
@@ -100,23 +100,23 @@ def run(end, workers, count, deadline_s=30.0):
 
 
 def status(switch):
-    said = health.ask(address(switch), OPTIONS)
-    assert isinstance(said, tuple), said
-    return said[0]
+    answer = health.ask(address(switch), OPTIONS)
+    assert isinstance(answer, tuple), answer
+    return answer[0]
 
 
-def asked(switch, until, peers=(), deadline_s=10.0):
-    """The status, once `until` is found in it."""
+def status_matching(switch, pattern, peers=(), deadline_s=10.0):
+    """Return the status once it matches `pattern`."""
     deadline = time.monotonic() + deadline_s
-    while not re.search(until, said := status(switch)):
-        assert time.monotonic() < deadline, said
+    while not re.search(pattern, answer := status(switch)):
+        assert time.monotonic() < deadline, answer
         pumped(peers, lambda: False, 0.2)
-    return said
+    return answer
 
 
 @contextlib.contextmanager
 def pumping(peers):
-    """By a thread of its own, while this one waits for something."""
+    """Pump the peers in a separate thread while the caller waits for something."""
     over = threading.Event()
     thread = threading.Thread(target=pumped, args=(peers, over.is_set, 60.0))
     thread.start()
@@ -131,25 +131,25 @@ def test_sums_go_up_and_parameters_go_down(switches, peers):
     switch = switches()
     end, workers = job(peers, switch, 3)
     run(end, workers, COUNT)
-    (one,) = switch.jobs
-    assert one.table.counters["completed"] == COUNT
-    assert one.table.counters["added"] == 2 * COUNT
-    assert one.counters.strangers == one.counters.refused == 0
-    said = asked(switch, rf"{COUNT} sums(.|\n)*stuck slots: none")
-    assert "1 job(s), 64 slots in use" in said and "job7: 64 slots, 3 children" in said
+    (of_switch,) = switch.jobs
+    assert of_switch.table.counters["completed"] == COUNT
+    assert of_switch.table.counters["added"] == 2 * COUNT
+    assert of_switch.counters.strangers == of_switch.counters.refused == 0
+    answer = status_matching(switch, rf"{COUNT} sums(.|\n)*stuck slots: none")
+    assert "1 job(s), 64 slots in use" in answer and "job7: 64 slots, 3 children" in answer
 
 
-def test_no_sum_is_wrong_where_packets_are_lost_doubled_and_overtaken(switches, peers):
+def test_lost_doubled_and_overtaken_packets_make_no_sum_wrong(switches, peers):
     switch = switches()
     faults = [RandomFaults(i, loss=0.03, duplicate=0.03, reorder=0.03) for i in range(4)]
     end, workers = job(peers, switch, 3, faults=faults)
     run(end, workers, COUNT, 60.0)
-    assert all(min(one.lost, one.doubled, one.overtaken) > 3 for one in faults)
+    assert all(min(link.lost, link.doubled, link.overtaken) > 3 for link in faults)
     counters = switch.jobs[0].table.counters
     assert counters["repeated"] + counters["dropped_old"] + counters["answered"] > 10
 
 
-def test_a_switch_whose_parent_is_a_switch(switches, peers):
+def test_a_switch_can_have_a_switch_as_parent(switches, peers):
     root, *racks = (switches() for _ in range(3))
     end = peers(End())
     up = end.register(address(root), 2)
@@ -161,56 +161,56 @@ def test_a_switch_whose_parent_is_a_switch(switches, peers):
         ]
     run(end, workers, COUNT)
     assert [host.jobs[0].table.counters["completed"] for host in (root, *racks)] == [COUNT] * 3
-    # each link carries S once: what is doubled is none of a packet that was not sent again
+    # each link carries S once: no packet is doubled unless it was resent
     sent = root.jobs[0].table.counters["added"] + COUNT
     assert sent == 2 * COUNT
 
 
 def test_a_stalled_worker_below_a_rack_is_named_at_the_end(switches, peers):
-    """Its rank is in the heartbeats that go up, milliseconds beside it."""
+    """The heartbeats that go up carry its rank and its silence in milliseconds."""
     root, rack = switches(), switches()
     end = peers(End())
     up = end.register(address(root), 1)
     port = end.register(address(rack), 2, parent=(HOST, up))
     alive, stalled = (peers(Worker(end.key, end.job, 4 + i, i, (HOST, port))) for i in range(2))
     assert pumped([end, alive, stalled], lambda: end.below[1] in (4, 5))
-    # this thread may stand still itself, and then switches name others than the stalled one too
-    asked(rack, "silent: none", [end, alive, stalled])
-    asked(root, "silent: none", [end, alive, stalled])
+    # this thread may stall itself, and then the switches name more than the stalled worker
+    status_matching(rack, "silent: none", [end, alive, stalled])
+    status_matching(root, "silent: none", [end, alive, stalled])
     before = len(switches.lines)
     assert pumped([end, alive], lambda: end.below[1] == 5 and end.below[0] > 1000)
-    said = asked(rack, "silent: child 1", [end, alive])
-    assert re.search(r"silent: child 1 \(worker 5, 127.0.0.1:\d+\) for [1-9]", said)
-    assert "worker 5" in asked(root, "silent: child 0", [end, alive])
+    answer = status_matching(rack, "silent: child 1", [end, alive])
+    assert re.search(r"silent: child 1 \(worker 5, 127.0.0.1:\d+\) for [1-9]", answer)
+    assert "worker 5" in status_matching(root, "silent: child 0", [end, alive])
     alive_at = re.escape("{}:{}".format(*alive.where))
     lines = [x for x in switches.lines[before:] if not re.search(alive_at, x)]
     for child in (r"child 1 .worker 5, ", r"child 0 .worker \d, "):
         silent = [x for x in lines if re.search(child + r".* has been silent for \d", x)]
         again = [x for x in lines if re.search(child + ".* sends packets again", x)]
-        assert len(silent) == len(again) + 1, lines  # one a switch, not one a look
-    asked(rack, "silent: none", [end, alive, stalled])
+        assert len(silent) == len(again) + 1, lines  # one line per switch, not per check
+    status_matching(rack, "silent: none", [end, alive, stalled])
     assert any("sends packets again" in line for line in switches.lines)
 
 
-def test_a_child_that_never_came_is_named(switches, peers):
+def test_a_child_that_never_sent_a_packet_is_named(switches, peers):
     switch = switches()
     end = peers(End())
     end.register(address(switch), 2)
-    said = asked(switch, "silent: child 0", [end])
-    assert "child 1 (no packet yet)" in said
+    answer = status_matching(switch, "silent: child 0", [end])
+    assert "child 1 (no packet yet)" in answer
     assert pumped([end], lambda: end.below[1] == UNKNOWN_RANK and end.below[0] > 1000)
 
 
-def test_a_worker_that_dies_in_a_slot_is_named_and_its_slots_are_free_again(switches, peers):
+def test_a_worker_that_dies_amid_sums_is_named_and_its_slots_are_freed(switches, peers):
     switch = switches()
     end, workers = job(peers, switch, 2)
     workers[0].sender.may_send(3)
-    said = asked(switch, "stuck slots: 3", [end, *workers])
-    assert "number 0 lacks child 1" in said and "number 2 lacks child 1" in said
+    answer = status_matching(switch, "stuck slots: 3", [end, *workers])
+    assert "number 0 lacks child 1" in answer and "number 2 lacks child 1" in answer
     assert any("stuck slots: 3" in line for line in switches.lines)
     assert switch.quota.used_slots == WINDOW
     end.leave()
-    asked(switch, "0 job.s., 0 slots in use")
+    status_matching(switch, "0 job.s., 0 slots in use")
     assert switch.quota.used_nbytes == SlotQuota(switch.quota.nbytes).used_nbytes
     again, others = job(peers, switch, 2, number=8)
     run(again, others, 100)
@@ -225,7 +225,7 @@ def test_a_restart_in_the_middle_of_sums_changes_no_sum(switches, peers):
     everyone = [end, *workers]
     assert pumped(everyone, lambda: len(end.got) > 100)
     before = end.port
-    workers[0].pump()  # in the table it is half of a sum
+    workers[0].pump()  # the table holds half of a sum
     switch.__exit__()
     end.leave()
     pumped(everyone, lambda: False, 0.1)
@@ -234,7 +234,7 @@ def test_a_restart_in_the_middle_of_sums_changes_no_sum(switches, peers):
     run(end, workers, COUNT)
 
 
-def test_an_end_that_comes_again_before_its_link_is_missed_has_its_port_again(switches, peers):
+def test_an_end_that_reconnects_before_its_link_is_lost_keeps_its_port(switches, peers):
     switch = switches()
     end, workers = job(peers, switch, 2)
     run(end, workers, 100)
@@ -246,17 +246,17 @@ def test_an_end_that_comes_again_before_its_link_is_missed_has_its_port_again(sw
     assert pumped([end, *workers], lambda: isinstance(older.over, LostError))
 
 
-def test_jobs_do_not_see_each_other(switches, peers):
+def test_jobs_are_isolated(switches, peers):
     switch = switches()
     jobs = [job(peers, switch, 2, number) for number in (7, 8)]
     assert len({end.port for end, _ in jobs}) == 2
     for end, workers in jobs:
         run(end, workers, 100)
-    # a packet of one job at the other's port is a stranger's
-    (one, _), (other, _) = jobs
-    before = [each.counters.strangers for each in switch.jobs]
-    one.socket.send(one.packets(range(3)), PACKET_NBYTES, (HOST, other.port))
-    assert pumped([one], lambda: switch.jobs[1].counters.strangers == before[1] + 3)
+    # at another job's port a packet counts as a stranger's
+    (first, _), (second, _) = jobs
+    before = [of_switch.counters.strangers for of_switch in switch.jobs]
+    first.socket.send(first.packets(range(3)), PACKET_NBYTES, (HOST, second.port))
+    assert pumped([first], lambda: switch.jobs[1].counters.strangers == before[1] + 3)
     assert switch.jobs[0].counters.strangers == before[0]
 
 
@@ -272,7 +272,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
 
 @contextlib.contextmanager
 def flood(packets, to):
-    """A process that sends them to one port, again and again, as fast as it can."""
+    """Run a process that repeatedly sends `packets` to one port as fast as it can."""
     command = [sys.executable, "-S", "-c", FLOOD, to[0], str(to[1])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
         try:
@@ -285,7 +285,7 @@ def flood(packets, to):
 
 
 @pytest.mark.parametrize(("listens", "at"), [("::1", "::1"), ("::", "::1"), ("::", HOST)])
-def test_a_switch_with_ipv6(listens, at, peers):
+def test_a_switch_serves_ipv6(listens, at, peers):
     with SwitchHost((listens, 0), 16 * MIB, OPTIONS, [].append) as switch:
         end = peers(End(7, "job7", host=at))
         root = at, end.register((at, switch.port), 2)
@@ -294,8 +294,8 @@ def test_a_switch_with_ipv6(listens, at, peers):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["stranger", "its own worker"])
-def test_a_job_that_is_flooded_does_not_stop_another(switches, peers, inside):
-    """Rule 8 for a stranger: its packets change nothing and are counted."""
+def test_flooding_a_job_does_not_stop_another_job(switches, peers, inside):
+    """Rule 8: packets of a stranger change nothing and are counted."""
     switch = switches()
     flooded, workers = job(peers, switch, 2, 7)
     calm, others = job(peers, switch, 2, 8)
@@ -305,7 +305,7 @@ def test_a_job_that_is_flooded_does_not_stop_another(switches, peers, inside):
         key = PacketKey.derive(b"the token of somebody else", bytes(16))
         sender = peers(Worker(key, 7, 0, 0, (HOST, flooded.port)))
     raw = sender.packets(range(8)).tobytes()
-    if inside:  # it has sent them: heartbeats say that they came
+    if inside:  # the worker has sent them: heartbeats report their arrival
         assert pumped([flooded, *workers], lambda: sender.sender.beat.credit >= 8)
         sender.sender.may_send(8)
         sender.sender.next_numbers(8)
@@ -321,24 +321,26 @@ def test_a_job_that_is_flooded_does_not_stop_another(switches, peers, inside):
         assert first.table.counters["repeated"] > 100
     else:
         assert first.counters.received == 0 and not any(first.table.counters.values())
-    run(flooded, workers, 100)  # its own sums are right, too
+    run(flooded, workers, 100)  # the sums of the flooded job are right, too
 
 
-def test_a_job_that_comes_and_dies_does_not_stop_another(switches, peers):
+def test_short_lived_jobs_do_not_stop_another_job(switches, peers):
     switch = switches()
     end, workers = job(peers, switch, 2)
     for peer in (end, *workers):
         peer.sender.may_send(COUNT)
     for number in range(20, 26):
-        short, its = job(peers, switch, 2, number)
-        its[0].sender.may_send(5)
-        pumped([end, *workers, short, *its], lambda: False, 0.03)
+        short, children = job(peers, switch, 2, number)
+        children[0].sender.may_send(5)
+        pumped([end, *workers, short, *children], lambda: False, 0.03)
         short.leave()
     run(end, workers, COUNT)
-    assert pumped([end, *workers], lambda: [one.name for one in switch.jobs] == ["job7"])
+    assert pumped(
+        [end, *workers], lambda: [of_switch.name for of_switch in switch.jobs] == ["job7"]
+    )
 
 
-def test_a_job_that_asks_for_more_slots_than_are_free_is_refused(switches, peers):
+def test_a_job_that_requests_more_slots_than_are_free_is_refused(switches, peers):
     switch = switches(nbytes=4 * MIB)
     end, workers = job(peers, switch, 2)
     free = switch.quota.free_slots
@@ -349,9 +351,9 @@ def test_a_job_that_asks_for_more_slots_than_are_free_is_refused(switches, peers
         greedy.register(address(switch), 2, slots=free + 1)
     with pytest.raises(
         WireError, match=f"asks this switch for 65536 slots, but only {free} are free"
-    ) as no:
+    ) as refusal:
         greedy.register(address(switch), 2, slots=65536)
-    assert not isinstance(no.value, BusyError), "it would be asked again for nothing"
+    assert not isinstance(refusal.value, BusyError), "the request would be retried in vain"
     assert switch.quota.free_slots == free and len(switch.jobs) == 1
     run(end, workers, 100)
     greedy.register(address(switch), 2, slots=free)
@@ -359,8 +361,8 @@ def test_a_job_that_asks_for_more_slots_than_are_free_is_refused(switches, peers
 
 
 def hello(end, **changes):
-    said = switch_frames.SwitchHello("x", 7, bytes(16), 2, 64, 0, (HOST, 9), 0)
-    return switch_frames.SWITCH_GREETING + m.encode(said._replace(**changes))
+    default = switch_frames.SwitchHello("x", 7, bytes(16), 2, 64, 0, (HOST, 9), 0)
+    return switch_frames.SWITCH_GREETING + m.encode(default._replace(**changes))
 
 
 def refused(switch, greeting, error=WireError, words=""):
@@ -402,7 +404,7 @@ def test_wrong_greetings_are_refused(switches, changes, words):
 
 
 # Rule 8
-def test_who_is_no_end_of_a_fan_in_is_refused(switches):
+def test_peers_other_than_a_fan_in_end_are_refused(switches):
     switch = switches()
     worker = m.encode(m.Hello("s", 0, 1, 1, 0, "x"))
     refused(switch, worker, words="is a switch: it sums and copies packets")
@@ -416,7 +418,7 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
         connect(address(switch), Silent(), other, hello=hello(None), language=m.LANGUAGE)
 
 
-def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
+def test_a_server_listed_as_a_switch_is_reported(tmp_path):  # Rule 6
     with serve.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, [].append) as server:
         where = server.where.rpartition(":")
         with pytest.raises(
@@ -431,7 +433,7 @@ def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
             )
 
 
-def test_a_port_that_another_job_has_is_refused(switches, peers):
+def test_a_port_of_another_job_is_refused(switches, peers):
     switch = switches()
     end, _ = job(peers, switch, 2)
     other = peers(End(8))
@@ -439,11 +441,11 @@ def test_a_port_that_another_job_has_is_refused(switches, peers):
         other.register(address(switch), 2, port=end.port)
 
 
-def test_a_port_that_is_not_free_yet_is_asked_for_again(switches, peers):
-    """The job's own socket may be about to close, or another process may leave."""
+def test_a_busy_port_can_be_requested_again(switches, peers):
+    """The job's own socket may be about to close, or another process may release the port."""
     switch = switches()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-        taken.bind((HOST, switch.port + 1))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as occupied:
+        occupied.bind((HOST, switch.port + 1))
         end = peers(End(7))
         with pytest.raises(
             BusyError, match=f"cannot open a UDP socket at {HOST}:{switch.port + 1}"
@@ -453,50 +455,51 @@ def test_a_port_that_is_not_free_yet_is_asked_for_again(switches, peers):
     assert end.register(address(switch), 2, port=switch.port + 1) == switch.port + 1
 
 
-def test_packets_that_belong_elsewhere_change_nothing(switches, peers):
-    """They have the job's tag: of another child number, from above but not from there."""
+def test_misdirected_packets_change_nothing(switches, peers):
+    """They have the job's tag but an unknown child number, or the parent's role but not its
+    address."""
     switch = switches()
     end, workers = job(peers, switch, 2)
     pumped([end, *workers], lambda: False, 0.05)
-    (one,) = switch.jobs
+    (of_switch,) = switch.jobs
     wrong = peers(Worker(end.key, end.job, 9, 9, (HOST, end.port)))
     wrong.socket.send(wrong.packets(range(2)), PACKET_NBYTES, wrong.to[0])
     wrong.beat()
     trial = wrong.packets(range(1), Kind.TRIAL)
     wrong.socket.send(trial, PACKET_NBYTES, wrong.to[0])
-    assert pumped([end, *workers], lambda: one.counters.refused == 2)
-    assert one.table.counters["mismatched"] == 2
-    assert wrong.where not in one.children.addresses
+    assert pumped([end, *workers], lambda: of_switch.counters.refused == 2)
+    assert of_switch.table.counters["mismatched"] == 2
+    assert wrong.where not in of_switch.children.addresses
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as elsewhere:
         elsewhere.bind(("127.0.0.2", 0))
         elsewhere.sendto(end.packets(range(1)).tobytes(), (HOST, end.port))
-    assert pumped([end, *workers], lambda: one.counters.refused == 3)
+    assert pumped([end, *workers], lambda: of_switch.counters.refused == 3)
     words = f"from 127.0.0.2, because the address of the parent is {HOST}"
     assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))  # Rule 6
-    assert one.counters.copied == 0 or not workers[0].got
+    assert of_switch.counters.copied == 0 or not workers[0].got
     run(end, workers, 100)
 
 
 # Rule 8
-def test_a_heartbeat_that_was_recorded_does_not_move_a_child(switches, peers):
+def test_a_replayed_heartbeat_does_not_move_a_child(switches, peers):
     switch = switches()
     end, workers = job(peers, switch, 2)
     run(end, workers, 50)
-    (one,) = switch.jobs
+    (of_switch,) = switch.jobs
     beat = workers[0].receiver.heartbeat()
-    assert pumped([end, *workers], lambda: one.children.merged == beat)
+    assert pumped([end, *workers], lambda: of_switch.children.merged == beat)
     recorded = beat_packet(end.key, end.job, Kind.PARAMETER_BEAT, beat, sender=0)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as thief:
-        thief.bind((HOST, 0))
-        before = one.counters.refused
-        thief.sendto(recorded.tobytes(), (HOST, end.port))
-        assert pumped([end, *workers], lambda: one.counters.refused == before + 1)
-        assert thief.getsockname() not in one.children.addresses
-    assert workers[0].where in one.children.addresses
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as attacker:
+        attacker.bind((HOST, 0))
+        before = of_switch.counters.refused
+        attacker.sendto(recorded.tobytes(), (HOST, end.port))
+        assert pumped([end, *workers], lambda: of_switch.counters.refused == before + 1)
+        assert attacker.getsockname() not in of_switch.children.addresses
+    assert workers[0].where in of_switch.children.addresses
     run(end, workers, 100)
 
 
-def test_what_goes_wrong_with_one_job_ends_that_job_alone(switches, peers, monkeypatch):
+def test_a_failure_in_a_job_ends_that_job_alone(switches, peers, monkeypatch):
     switch = switches()
     end, workers = job(peers, switch, 2, 7)
     broken, others = job(peers, switch, 2, 8)
@@ -509,7 +512,7 @@ def test_what_goes_wrong_with_one_job_ends_that_job_alone(switches, peers, monke
     others[0].beat()
     assert pumped([broken, *others], lambda: broken.links[0][1].over is not None)
     assert "ZeroDivisionError: of this job" in broken.links[0][1].failed
-    assert [one.name for one in switch.jobs] == ["job7"]
+    assert [of_switch.name for of_switch in switch.jobs] == ["job7"]
     assert switch.quota.used_slots == WINDOW
     words = "job job8 has ended: this switch failed: ZeroDivision"
     assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))
@@ -517,35 +520,35 @@ def test_what_goes_wrong_with_one_job_ends_that_job_alone(switches, peers, monke
 
 
 # Rule 5
-def test_a_job_whose_packets_cannot_leave_does_not_stop_another(switches, peers, monkeypatch):
+def test_a_job_that_cannot_send_does_not_stop_another_job(switches, peers, monkeypatch):
     switch = switches()
-    slow, its = job(peers, switch, 2, 7)
+    slow, children = job(peers, switch, 2, 7)
     calm, others = job(peers, switch, 2, 8)
-    run(slow, its, 50)
-    one = switch.jobs[0]
-    monkeypatch.setattr(one.socket, "has_room", lambda: False)
-    for peer in (slow, *its):
+    run(slow, children, 50)
+    of_switch = switch.jobs[0]
+    monkeypatch.setattr(of_switch.socket, "has_room", lambda: False)
+    for peer in (slow, *children):
         peer.sender.may_send(150)
-    assert pumped([slow, *its], lambda: one.out.waits)
+    assert pumped([slow, *children], lambda: of_switch.out.waits)
     run(calm, others, 100)
-    assert pumped([slow, *its], lambda: one.out.given_up > 0, 5.0)
+    assert pumped([slow, *children], lambda: of_switch.out.given_up > 0, 5.0)
     assert "not sent" in status(switch)
     monkeypatch.undo()
-    run(slow, its, 150)
+    run(slow, children, 150)
 
 
 def test_memory_is_bounded_under_stuck_slots(switches, peers):
-    """Rule 4: as many slots as were granted are partial for ever, and more come."""
+    """Rule 4: every granted slot stays partial, and more numbers arrive."""
     switch = switches()
     end, workers = job(peers, switch, 2)
-    one = workers[0]
+    worker = workers[0]
     used, table = switch.quota.used_nbytes, switch.jobs[0].table.nbytes
-    (it,) = switch.jobs
+    (of_switch,) = switch.jobs
     for at in range(0, 1024, 32):
-        one.socket.send(one.packets(range(at, at + 32)), PACKET_NBYTES, one.to[0])
-        assert pumped([], lambda count=at + 32: it.table.counters["added"] == count)
-    said = asked(switch, f"stuck slots: {WINDOW},", [end, *workers])
-    assert "..." in said
+        worker.socket.send(worker.packets(range(at, at + 32)), PACKET_NBYTES, worker.to[0])
+        assert pumped([], lambda count=at + 32: of_switch.table.counters["added"] == count)
+    answer = status_matching(switch, f"stuck slots: {WINDOW},", [end, *workers])
+    assert "..." in answer
     assert (switch.quota.used_nbytes, switch.jobs[0].table.nbytes) == (used, table)
 
 
@@ -562,12 +565,12 @@ def test_memory_is_bounded_under_stuck_slots(switches, peers):
         ({"switch": True, "memory": "64KiB"}, "64.0 KiB of memory"),
     ],
 )
-def test_options_that_contradict_each_other(options, words):
+def test_contradictory_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         serve.command(f"{HOST}:0", **options)
 
 
-def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys):
+def test_the_status_of_a_run_includes_its_switches(switches, peers, tmp_path, capsys):
     switch = switches()
     end, workers = job(peers, switch, 2)
     run(end, workers, 50)
@@ -587,7 +590,7 @@ def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys
     )
     deadline, out = time.monotonic() + 20, ""
     with pumping([end, *workers]):
-        # on a slow machine a sum was stuck or a worker silent, until the switch looks again
+        # on a slow machine a sum was stuck or a worker silent until the next check of the switch
         while not re.search("stuck slots: none silent: none", out):
             assert time.monotonic() < deadline, out
             assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
@@ -600,30 +603,30 @@ def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys
     assert "switch 1 does not answer" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_command_shows_where_it_is_and_what_it_does(tmp_path, capsys, monkeypatch):
-    """The whole way of a user: serve --switch, status."""
+def test_the_command_prints_its_address_and_status(tmp_path, capsys, monkeypatch):
+    """The commands of a user: serve --switch, then status."""
     write_token(tmp_path / "token", TOKEN)
-    made = []
+    hosts = []
 
-    class Kept(SwitchHost):
+    class RecordedHost(SwitchHost):
         def __init__(self, *args):
             super().__init__(*args)
-            made.append(self)
+            hosts.append(self)
 
-    monkeypatch.setattr(switch_command, "SwitchHost", Kept)
+    monkeypatch.setattr(switch_command, "SwitchHost", RecordedHost)
     secret = ["--token-file", str(tmp_path / "token")]
     serve = ["serve", f"{HOST}:0", "--switch", "--memory", "32MiB", "--xdp", "no0", *secret]
     thread = threading.Thread(target=cli.main, args=(serve,))
     thread.start()
     try:
-        assert pumped([], lambda: bool(made) and hasattr(made[0], "where"))
-        assert cli.main(["status", made[0].where, *secret]) == 0
+        assert pumped([], lambda: bool(hosts) and hasattr(hosts[0], "where"))
+        assert cli.main(["status", hosts[0].where, *secret]) == 0
     finally:
-        made[0].stop()
+        hosts[0].stop()
         thread.join()
     out = " ".join(capsys.readouterr().out.split())
     assert "no sums in the kernel on no0: " in out  # Rule 6
-    assert f"summing and copying packets at {made[0].where}" in out
+    assert f"summing and copying packets at {hosts[0].where}" in out
     assert re.search(r"switch 0 127.0.0.1:\d+, 0 job.s., 0 slots in use, \d+ free", out)
 
 
