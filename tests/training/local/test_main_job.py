@@ -1,4 +1,4 @@
-"""The main job in small: the table that a run ends with, and plain training stopped by the limit."""
+"""The main job in small: the final table of a run, and plain training stopped by the limit."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def overrides(tmp_path: Path) -> dict[str, object]:
     return {**SMALL, "run.dir": str(tmp_path / "run"), "data.paths": [str(tmp_path / "text")]}
 
 
-def test_the_table_says_what_was_needed_used_moved_and_what_limited(
+def test_the_final_table_reports_memory_traffic_and_the_bottleneck(
     overrides: dict[str, object],
 ) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     job = load_job(ROOT / "examples" / "moe.toml", {**overrides, "run.memory_limit": "64GiB"})
-    train(job, said.append, "bin/roadtrain")
-    text = "\n".join(said)
+    train(job, lines.append, "bin/roadtrain")
+    text = "\n".join(lines)
     assert "memory: this process gets at most 64.0 GiB, enforced by Linux (RLIMIT_DATA)" in text
-    table = dict(line.split("   ", 1) for line in said if "   " in line)
+    table = dict(line.split("   ", 1) for line in lines if "   " in line)
     rows = {name: " ".join(value.split()) for name, value in table.items()}
     assert rows["steps done"] == "2 of 2"
-    # of all the tests that ran in it
+    # the peak includes earlier tests in this process
     assert re.search("[MG]iB", rows["peak memory of the process, torch and text included"])
     assert "from files" in rows["moved in this run"] and "to files" in rows["moved in this run"]
     assert re.fullmatch(
@@ -60,7 +60,7 @@ def test_the_table_says_what_was_needed_used_moved_and_what_limited(
     assert load_job(job.run_dir / "job.toml").run.memory_limit == "64GiB"
 
 
-def test_memory_that_is_refused_ends_training_with_both_numbers(
+def test_refused_memory_ends_training_with_both_numbers(
     overrides: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
@@ -72,7 +72,7 @@ def test_memory_that_is_refused_ends_training_with_both_numbers(
         train(job, lambda _: None)
 
 
-def test_plain_training_within_and_beyond_the_limit(
+def test_plain_training_stops_only_beyond_the_limit(
     overrides: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"--{key}={value}" for key, value in overrides.items() if key != "data.paths"]
@@ -84,9 +84,9 @@ def test_plain_training_within_and_beyond_the_limit(
     assert "step 2/2" in capsys.readouterr().out
     more = [*words, "--model.config.intermediate_size=1000000", "--run.memory_limit=800MiB"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, script, job, *more], capture_output=True, text=True, timeout=120, env=env
     )
-    assert done.returncode == 3, done.stderr
-    assert "stopped by the limit while making the model" in done.stdout
-    assert "the limit is 800.0 MiB" in done.stdout
+    assert result.returncode == 3, result.stderr
+    assert "stopped by the limit while making the model" in result.stdout
+    assert "the limit is 800.0 MiB" in result.stdout

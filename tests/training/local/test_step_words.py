@@ -1,5 +1,5 @@
-"""Workers of servers end after the same step, whoever is asked to stop, and the run's loss and tokens
-are those of all (`training/step_exchange.py`)."""
+"""Workers of servers end after the same step, whichever worker is asked to stop, and the loss and
+tokens of the run are those of all workers (`training/step_exchange.py`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ held_out = 0
 
 
 class Workers:
-    """Two processes of `roadtrain train`, each with a run directory of its own."""
+    """Two processes of `roadtrain train`, each with its own run directory."""
 
     def __init__(self, home: Path, where: str) -> None:
         self.home, self.where, self.started = home, where, 0
@@ -52,9 +52,9 @@ class Workers:
             "TORCHELASTIC_RESTART_COUNT": str(self.started),
             "OMP_NUM_THREADS": "1",
         }
-        told = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+        arguments = [word for key, value in words.items() for word in (f"--{key}", str(value))]
         return subprocess.Popen(
-            [warm_python(), "-m", "roadtrain", "train", str(self.home / "job.toml"), *told],
+            [warm_python(), "-m", "roadtrain", "train", str(self.home / "job.toml"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -67,7 +67,7 @@ class Workers:
         self.started += 1
         first = self.start(0, steps, **options)
         deadline = time.monotonic() + 60
-        while apart_s and not (self.home / "run0").exists():  # its minutes run when it is there
+        while apart_s and not (self.home / "run0").exists():  # its minutes count from here
             assert time.monotonic() < deadline, first.kill() or first.communicate()
             time.sleep(0.05)
         time.sleep(apart_s)
@@ -79,9 +79,9 @@ class Workers:
 
 
 def ended(workers: list[subprocess.Popen[str]]) -> list[str]:
-    said = [worker.communicate(timeout=120)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], said
-    return said
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    return outputs
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def workers(tmp_path, hosts):
     ],
 )
 def test_workers_whose_minutes_are_over_end_after_the_same_step(workers, options):
-    """The first one's time began earlier; both go on from there."""
-    said = ended(workers.both(10**6, apart_s=1.5, **{"run.minutes": 0.1, **options}))
-    assert "0.1 minutes are over: step" in said[0]  # worker 0 speaks for all
+    """Worker 0 starts earlier. A later start continues from the common step."""
+    outputs = ended(workers.both(10**6, apart_s=1.5, **{"run.minutes": 0.1, **options}))
+    assert "0.1 minutes are over: step" in outputs[0]  # worker 0 reports for all
     last = [workers.lines(rank)[-1]["step"] for rank in (0, 1)]
     assert last[0] == last[1] and 0 < last[0] < 10**6
     ended(workers.both(last[0] + 2, **options))
@@ -110,7 +110,7 @@ def test_workers_whose_minutes_are_over_end_after_the_same_step(workers, options
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_interrupted_ends_the_others(workers):
+def test_interrupting_a_worker_ends_the_others(workers):
     both = workers.both(10**6)
     deadline = time.monotonic() + 60
     while not (workers.home / "run1" / "metrics.1.jsonl").exists() or not workers.lines(1):
@@ -119,30 +119,30 @@ def test_a_worker_that_is_interrupted_ends_the_others(workers):
         ]
         time.sleep(0.05)
     both[1].send_signal(signal.SIGTERM)
-    said = [worker.communicate(timeout=60)[0] for worker in both]
-    assert [worker.returncode for worker in both] == [0, 130], said
-    assert "another worker was interrupted: step" in said[0]
+    outputs = [worker.communicate(timeout=60)[0] for worker in both]
+    assert [worker.returncode for worker in both] == [0, 130], outputs
+    assert "another worker was interrupted: step" in outputs[0]
     assert workers.lines(0)[-1]["step"] == workers.lines(1)[-1]["step"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("relay", [False, True])
-def test_the_loss_of_the_run_is_that_of_all(workers, relay):
-    """Each worker's own loss is that of the other half of the batch."""
+def test_the_loss_of_the_run_is_that_of_all_workers(workers, relay):
+    """The loss of each worker is that of its half of the batch."""
     ended(workers.both(3, **({"servers.relay": "64MiB"} if relay else {})))
     lines, own = workers.lines(0), workers.lines(1)
     assert [line["tokens"] for line in lines] == [2 * line["tokens"] for line in own]
     assert all("loss_of" not in line for line in lines)
-    # step 1 has the first values everywhere: its mean is that of one worker with both halves
+    # step 1 uses the initial parameters: its mean is that of a single worker with both halves
     (workers.home / "job.toml").write_text(JOB.format(home=workers.home, steps=1))
     words = ["--run.dir", str(workers.home / "alone"), "--optimizer.accumulate", "2"]
-    done = subprocess.run(
+    result = subprocess.run(
         [warm_python(), "-m", "roadtrain", "train", str(workers.home / "job.toml"), *words],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     (whole,) = read_metrics(workers.home / "alone" / "metrics.jsonl")
     assert lines[0]["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert own[0]["loss"] != lines[0]["loss"] and lines[0]["tokens"] == whole["tokens"]

@@ -1,5 +1,5 @@
-"""The commands on a small real model: train and resume, verify, export and import. Rules 1, 2
-and 3."""
+"""The commands with a small real model: train and resume, verify, export and import (Rules 1, 2 and
+3)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from roadtrain.training.train import train
 from tests.support.warm_python import warm_python
 
 transformers = pytest.importorskip("transformers")
-transformers.utils.logging.disable_progress_bar()  # it leaves a thread
+transformers.utils.logging.disable_progress_bar()  # the bar leaves a thread running
 
 JOB = """
 [run]
@@ -117,8 +117,8 @@ def test_metrics_of_a_run(path: Path) -> None:
     ids=lambda more: next(iter(more), "plain"),
 )
 def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Rule 3. The learning rate's schedule spans all 5 steps, so the first part is cut off, not
-    made shorter."""
+    """Rule 3. The learning rate's schedule spans all 5 steps, so the first part is interrupted
+    rather than configured with fewer steps."""
     whole = load_job(path, {**more, "run.dir": str(tmp_path / "whole")})
     parts = load_job(path, {**more, "run.dir": str(tmp_path / "parts")})
     train(whole, quiet)
@@ -128,9 +128,9 @@ def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict
     assert losses(parts) == losses(whole) and len(losses(whole)) == 5
 
 
-def test_an_unmounted_store_is_not_begun_anew(path: Path) -> None:
-    """Its directory is there and empty: refused, with both steps, and no line of metrics is
-    lost."""
+def test_an_unmounted_store_is_not_replaced(path: Path) -> None:
+    """The directory of the store exists but is empty: the error names the step, and no line of
+    metrics is lost."""
     job = job_of(path)
     stop_after(job, 3)
     lines = lines_of(job)
@@ -142,11 +142,11 @@ def test_an_unmounted_store_is_not_begun_anew(path: Path) -> None:
         train(job, quiet)
     assert "--new-store" in str(raised.value)
     assert lines_of(job) == lines and not list((job.run_dir / "store").iterdir())
-    said: list[str] = []
-    train(job_of(path, run__new_store=True), said.append)
-    assert len(lines_of(job)) == 5 and any("metrics.before-1.jsonl" in line for line in said)
+    output: list[str] = []
+    train(job_of(path, run__new_store=True), output.append)
+    assert len(lines_of(job)) == 5 and any("metrics.before-1.jsonl" in line for line in output)
     assert read_metrics(job.run_dir / "metrics.before-1.jsonl") == lines
-    assert not load_job(job.run_dir / "job.toml").run.new_store  # it is said once
+    assert not load_job(job.run_dir / "job.toml").run.new_store  # the option applies once
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "mark lost"])
@@ -169,16 +169,16 @@ def test_an_older_store_is_refused(path: Path, marked: bool) -> None:
         cli.run(["export", str(job.run_dir), str(path.parent / "out")])
     assert contents(job.run_dir) == before and not (path.parent / "out").exists()
     train(job_of(path, run__new_store=True), quiet)
-    # the first step is the same store's
+    # the first step is that of the older store
     assert lines_of(job)[0] == lines[0] and len(lines_of(job)) == 5
     note, *aside = (job.run_dir / "metrics.uncommitted.jsonl").read_text().splitlines()
     assert "from step 1" in note and [json.loads(line) for line in aside] == lines[1:]
 
 
-def test_another_store_is_refused(path: Path) -> None:
+def test_a_foreign_store_is_refused(path: Path) -> None:
     job, other = job_of(path), job_of(path, run__dir=str(path.parent / "other"))
-    for one in (job, other):
-        stop_after(one, 2)
+    for each in (job, other):
+        stop_after(each, 2)
     shutil.rmtree(job.run_dir / "store")
     shutil.copytree(other.run_dir / "store", job.run_dir / "store")
     with pytest.raises(
@@ -189,26 +189,26 @@ def test_another_store_is_refused(path: Path) -> None:
     assert [line["step"] for line in lines_of(job)] == [3, 4, 5]
 
 
-def test_a_run_in_memory_begins_anew(path: Path) -> None:
+def test_a_run_in_memory_starts_over(path: Path) -> None:
     job = job_of(path, store__files=[])
     train(job, quiet)
-    said: list[str] = []
-    train(job, said.append)
-    assert any("metrics.before-1.jsonl" in line for line in said) and len(lines_of(job)) == 5
+    output: list[str] = []
+    train(job, output.append)
+    assert any("metrics.before-1.jsonl" in line for line in output) and len(lines_of(job)) == 5
     files = job_of(path, run__dir=str(path.parent / "files"))
     train(files, quiet)
     with pytest.raises(GoneError, match="RAM"):
         train(job_of(path, run__dir=str(path.parent / "files"), store__files=[]), quiet)
 
 
-def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
-    """Its job.toml names the original's run directory: whoever reads the copy reads its own
-    store, whoever would train the original by it is asked."""
+def test_a_copied_run_uses_its_own_store(path: Path) -> None:
+    """The copied job.toml names the original's run directory. Reading the copy reads the copied
+    store, and training the original through the copy is refused."""
     job, copy = job_of(path), path.parent / "copy"
     stop_after(job, 2)
     shutil.copytree(job.run_dir, copy)
     before = contents(job.run_dir)
-    (copy / "store" / "gen-1" / "store.json").unlink()  # damaged: the original is not taken instead
+    (copy / "store" / "gen-1" / "store.json").unlink()  # damaged: the original does not replace it
     with pytest.raises(GoneError, match=r"copy/store/gen-1/store.json"):
         cli.run(["export", str(copy), str(path.parent / "out")])
     shutil.rmtree(copy)
@@ -216,7 +216,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not for .*copy") as raised:
         cli.run(["train", str(copy / "job.toml")])
     assert f"--run.dir {copy} --store.files {copy}/store" in str(raised.value)
-    # `{run}` is the copy's
+    # `{run}` means the copy
     assert cli.run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0
     assert contents(job.run_dir) == before
     assert len(read_metrics(copy / "metrics.jsonl")) == 5
@@ -235,8 +235,8 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["at the same step", "a step ahead"])
 def test_a_copy_that_was_trained_elsewhere_is_refused(path: Path, ahead: int) -> None:
-    """Its job and its step say that it is this run's. Nothing is changed, and `--new-store` takes
-    it with a new metrics.jsonl."""
+    """The job and the step of the store match this run. No file is changed, and `--new-store`
+    accepts the store with a new metrics.jsonl."""
     job, copy = job_of(path), path.parent / "copy"
     stop_after(job, 2)
     shutil.copytree(job.run_dir, copy)
@@ -266,20 +266,20 @@ def test_a_copy_that_was_trained_elsewhere_is_refused(path: Path, ahead: int) ->
 
 
 def test_every_start_is_a_session_of_the_store(path: Path) -> None:
-    """The ledger, the lines and the mark name it."""
+    """The ledger, the lines of metrics and the mark name the session."""
     job = job_of(path)
     for steps in (1, 3):
         stop_after(job, steps)
     train(job, quiet)
-    train(job, quiet)  # takes no step
+    train(job, quiet)  # runs no step
     sessions = [line["session"] for line in lines_of(job)]
     assert len(set(sessions)) == 3 and sessions[1] == sessions[2] and sessions[3] == sessions[4]
     mark = json.loads((job.run_dir / "mark.json").read_text().splitlines()[0])
     assert mark["history"].split(" ")[0] == sessions[4]
 
 
-def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> None:
-    """As with files: refused before anything is made there."""
+def test_servers_without_the_store_of_a_run_are_refused(path: Path, hosts: Any) -> None:
+    """The error is raised before the server creates any file, as without servers."""
     first, empty = hosts(2)
     job = job_of(path, servers__addresses=[first.where])
     stop_after(job, 2)
@@ -296,8 +296,9 @@ def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> N
     assert len(lines_of(job)) == 5
 
 
-def test_a_worker_of_servers_that_was_away_goes_on(path: Path, hosts: Any) -> None:
-    """Others went on without its host: the lines that it wrote before are kept beside (Rule 3)."""
+def test_a_worker_of_servers_continues_after_an_absence(path: Path, hosts: Any) -> None:
+    """Other workers continued without its host; its earlier lines are kept in a separate file (Rule
+    3)."""
     job = job_of(path, servers__addresses=[hosts(1)[0].where])
     stop_after(job, 3)
     file = job.run_dir / "metrics.jsonl"
@@ -309,7 +310,7 @@ def test_a_worker_of_servers_that_was_away_goes_on(path: Path, hosts: Any) -> No
 
 
 def other_run(job: Job, host: Any) -> Path:
-    """A run directory whose job is served by `host`."""
+    """Copy the run directory, with `host` as the server of the job."""
     run = job.run_dir.parent / "other"
     shutil.copytree(job.run_dir, run)
     file = run / "job.toml"
@@ -325,8 +326,9 @@ FILLS = ("mark.json", "job.toml", "metrics.jsonl")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root")
-def test_a_full_run_directory(path: Path) -> None:
-    """A typed error, each line whole or absent, and it goes on once there is room."""
+def test_a_full_run_directory_is_an_error_and_loses_no_step(path: Path) -> None:
+    """A typed error is raised, each line is complete or absent, and the run continues once there is
+    space."""
     whole = job_of(path, run__dir=str(path.parent / "whole"))
     train(whole, quiet)
     job = job_of(path, store__files=[str(path.parent / "store")])
@@ -360,20 +362,21 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-def test_who_is_late_does_not_wait_for_the_norm(path: Path) -> None:
-    """With staleness 1 each line has the norm of the step before; with more none."""
+def test_delayed_updates_do_not_wait_for_the_norm(path: Path) -> None:
+    """With a delay of 1 each line has the norm of the previous step; with a longer delay it has
+    none."""
     norms = {}
-    for late in (1, 2):
-        job = job_of(path, optimizer__delay=late, run__dir=str(path.parent / f"late{late}"))
+    for delay in (1, 2):
+        job = job_of(path, optimizer__delay=delay, run__dir=str(path.parent / f"late{delay}"))
         train(job, quiet)
-        norms[late] = [line["grad_norm"] for line in lines_of(job)]
+        norms[delay] = [line["grad_norm"] for line in lines_of(job)]
     first, *others = norms[1]
     assert first is None and len(others) == 4 and all(norm > 0 for norm in others)
     assert norms[2] == [None] * 5
 
 
 def stop_after(job: Job, steps: int) -> None:
-    """As Ctrl-C does, when step `steps` was shown."""
+    """Train, and interrupt as Ctrl-C does once step `steps` is reported."""
     seen: list[str] = []
 
     def report(text: str) -> None:
@@ -386,7 +389,7 @@ def stop_after(job: Job, steps: int) -> None:
     assert f"interrupted: step {steps} is committed" in "".join(seen)
 
 
-def test_ctrl_c_on_the_command_line(path: Path) -> None:
+def test_ctrl_c_ends_the_command_after_a_commit(path: Path) -> None:
     job = job_of(path)
     command = [warm_python(), "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -404,7 +407,7 @@ def test_ctrl_c_on_the_command_line(path: Path) -> None:
     assert [line["step"] for line in lines_of(job)] == list(range(1, len(lines_of(job)) + 1))
 
 
-def test_time_is_a_limit_too(path: Path) -> None:
+def test_minutes_limit_a_run(path: Path) -> None:
     job = job_of(path, run__steps=10**6, run__minutes=0.02)
     start = time.monotonic()
     assert train(job, quiet).stopped == "0.02 minutes are over"
@@ -444,7 +447,7 @@ def test_other_text_is_refused(path: Path, tmp_path: Path) -> None:
         ({"model.pretrained": "/no/such", "model.config": {}}, "no config.json"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_written(
+def test_mistakes_are_reported_before_any_file_is_written(
     path: Path, overrides: dict[str, Any], message: str
 ) -> None:
     job = load_job(path, overrides)
@@ -467,7 +470,7 @@ def test_mistakes_are_found_before_anything_is_written(
     ids=lambda more: next(iter(more.values()), "plain"),
 )
 def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Rule 1, on the user's own job."""
+    """Rule 1, for the job of the user."""
     shown: list[str] = []
     assert verify.verify(load_job(path, more), 3, shown.append)
     assert sum("are bit-identical" in text for text in shown) == 2
@@ -485,14 +488,14 @@ def test_verify_of_a_lossy_job_compares_placements_only(path: Path) -> None:
 def test_verify_names_the_first_tensor_that_differs(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = verify.PlainOptimizer.read
+    read = verify.PlainOptimizer.read
 
     def off_by_one_bit(self: verify.PlainOptimizer, name: str, what: str) -> np.ndarray:
-        found = honest(self, name, what)
+        values = read(self, name, what)
         if name == "model.layers.1.mlp.up_proj.weight" and what == "exp_avg":
-            found = found.copy()
-            found.view(np.uint32)[5] ^= 1
-        return found
+            values = values.copy()
+            values.view(np.uint32)[5] ^= 1
+        return values
 
     monkeypatch.setattr(verify.PlainOptimizer, "read", off_by_one_bit)
     shown: list[str] = []
@@ -528,8 +531,10 @@ def test_export_reloads_in_transformers_and_imports_again(path: Path, tmp_path: 
     tuned = train(load_job(again / "job.toml", {"run.steps": 0}), quiet)
     assert tuned.held_out_loss == pytest.approx(summary.held_out_loss, abs=1e-6)
     train(load_job(again / "job.toml", {"run.steps": 2}), quiet)
-    assert cli.main(["import", str(out), "--run.dir", str(again), *more]) == 2  # it has trained
-    assert cli.main(["export", str(tmp_path / "text"), str(out)]) == 2  # no run directory
+    assert (
+        cli.main(["import", str(out), "--run.dir", str(again), *more]) == 2
+    )  # the run has been trained
+    assert cli.main(["export", str(tmp_path / "text"), str(out)]) == 2  # not a run directory
 
 
 def test_an_imported_model_of_few_positions_gets_shorter_rows(
@@ -588,8 +593,8 @@ def test_check_rule(name: str, code: int) -> None:
 def test_a_step_whose_line_cannot_be_written_is_not_committed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    """The run directory is full: the step is taken again once there is room, and metrics.jsonl
-    lacks no line."""
+    """The run directory is full: the step is repeated once there is space, and no line is missing
+    from metrics.jsonl."""
     overrides = {"optimizer.delay": staleness, "optimizer.clip_norm": None}
     whole = job_of(path, **overrides, **{"run.dir": str(tmp_path / "whole")})
     train(whole, quiet)
