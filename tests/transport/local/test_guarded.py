@@ -1,5 +1,5 @@
-"""Who gets in, over every kind of link: TLS with client certificates, tokens and their files,
-what workers tell each other in the open (Rule 8)."""
+"""Access control over every kind of link: TLS with client certificates, tokens and their files, and
+the messages that workers exchange in the clear (Rule 8)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with_openssl = needs("openssl", apt="openssl")
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory) -> Tls:
-    """A certificate that signs itself, for 127.0.0.1."""
+    """A self-signed certificate for 127.0.0.1."""
     home = tmp_path_factory.mktemp("tls")
     cert, key = home / "cert.pem", home / "key.pem"
     subprocess.run(
@@ -93,11 +93,11 @@ def test_a_short_token_is_refused_wherever_it_is_named(tmp_path, capsys):
         ["probe", "--listen", "127.0.0.1:0", "--token-file", short],
     ):
         assert cli.main(words) == 2
-        said = capsys.readouterr().err
-        assert "must have 16 to 4096 bytes, but has 15" in said and "umask 077" in said
+        error = capsys.readouterr().err
+        assert "must have 16 to 4096 bytes, but has 15" in error and "umask 077" in error
 
 
-def test_a_new_token_is_its_owners(tmp_path):
+def test_a_new_token_is_private_to_its_owner(tmp_path):
     old = os.umask(0)
     try:
         write_token(tmp_path / "token")
@@ -113,13 +113,13 @@ def test_a_new_token_is_its_owners(tmp_path):
 @with_openssl
 @pytest.mark.parametrize("relay", [None, "96MiB"])
 def test_training_over_tls_with_client_certificates(relay, tls, tmp_path):
-    """Through a relay too: to the server it is the worker."""
+    """This holds through a relay, too, which the server sees as the worker."""
     host = HostProcess(tmp_path / "host", token=SECRET, tls=tls)
     try:
         options = {"token": SECRET, "retry_s": 5} | ({"relay": relay} if relay else {})
-        ran = Workers(Case(), [host.where], tmp_path, 2, 1, tls=tls, **options)
-        assert ran.join() == [0], ran.errors()
-        assert {"1", "2"} <= set(losses(ran.logs[0]))
+        workers = Workers(Case(), [host.where], tmp_path, 2, 1, tls=tls, **options)
+        assert workers.join() == [0], workers.errors()
+        assert {"1", "2"} <= set(losses(workers.logs[0]))
         for kind, without in (("AuthError", Tls(ca=tls.ca)), ("Error", None)):
             (tmp_path / kind).mkdir()
             stranger = Workers(
@@ -132,7 +132,7 @@ def test_training_over_tls_with_client_certificates(relay, tls, tmp_path):
 
 
 @with_openssl
-def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, capsys):
+def test_tls_keys_of_a_job_and_options_of_commands_are_checked(tls, token, tmp_path, capsys):
     job = make_job(
         {
             "run": {"dir": str(tmp_path)},
@@ -167,7 +167,7 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
 
 
 @with_openssl
-def test_a_probe_over_tls(tls):
+def test_a_probe_uses_tls(tls):
     options = TcpOptions(token=SECRET, tls=tls)
     listener = probe_links.listening(
         "127.0.0.1:0", options, lambda: probe_links.ProbeReport(missing=["all"])
@@ -188,7 +188,7 @@ def test_a_probe_over_tls(tls):
 
 @contextlib.contextmanager
 def spare_host(*words):
-    """`roadtrain serve --sum` in a process of its own: its address."""
+    """Run `roadtrain serve --sum` in a process. Yields its address."""
     command = [
         sys.executable,
         "-m",
@@ -210,49 +210,51 @@ def spare_host(*words):
 
 
 class Meeting:
-    """Workers as threads that come together; `told`: all that they told each other in the open."""
+    """Workers as threads that meet. `messages` are all messages that they exchange in the clear."""
 
     def __init__(self, monkeypatch, hosts):
-        self.workers, self.told = len(hosts), []
-        self._meet, self._said = threading.Barrier(self.workers, timeout=20), [b""] * self.workers
+        self.workers, self.messages = len(hosts), []
+        self._meet, self._posted = threading.Barrier(self.workers, timeout=20), [b""] * self.workers
         here = threading.local()
         monkeypatch.setattr(service, "host_identity", lambda: hosts[here.rank])
         self._here = here
 
-    def run(self, wanted, addresses=None, work=None, **options):
-        """What each worker's `work(rank, sums)` returned, or what it raised."""
-        found = [None] * self.workers
+    def run(self, spares, addresses=None, work=None, **options):
+        """Return the result or the error of each worker's `work(rank, sums)`."""
+        results = [None] * self.workers
 
-        def one(rank):
+        def run_worker(rank):
             self._here.rank, ends = rank, contextlib.ExitStack()
 
-            def tell(words):
-                self._said[rank] = words
+            def exchange(message):
+                self._posted[rank] = message
                 self._meet.wait()
-                said = list(self._said)
+                messages = list(self._posted)
                 if rank == 0:
-                    self.told += said
+                    self.messages += messages
                 self._meet.wait()
-                return said
+                return messages
 
             try:
                 address = (addresses or {}).get(rank, "127.0.0.1")
                 setup = service.SumSetup(rank, self.workers, False, "sum", address, 1 << 26, 20)
-                sums = service.connect(wanted[rank], setup, tell)
+                sums = service.connect(spares[rank], setup, exchange)
                 ends = sums.ends
-                found[rank] = work(rank, sums.near) if work else sums
+                results[rank] = work(rank, sums.near) if work else sums
             except RoadtrainError as error:
-                found[rank] = error
+                results[rank] = error
             finally:
                 ends.close()
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.workers)]
+        threads = [
+            threading.Thread(target=run_worker, args=(rank,)) for rank in range(self.workers)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
-        return found
+        return results
 
 
 def ones(rank, sums):
@@ -265,8 +267,9 @@ def ones(rank, sums):
 
 @with_openssl
 @pytest.mark.parametrize("hosts", [["one", "two"], ["one", "one"], ["one", "one", "two"]])
-def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
-    """What they tell each other lets nobody in: no token, and nothing that one could be made of."""
+def test_workers_and_a_spare_host_sum_over_tls(hosts, tls, token, monkeypatch):
+    """The messages in the clear contain no token, and no secret from which a token can be
+    derived."""
     meeting = Meeting(monkeypatch, hosts)
     words = [
         "--token-file",
@@ -279,17 +282,19 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
         str(tls.ca),
     ]
     with spare_host(*words) as where:
-        wanted = SpareHosts([where], None, SECRET, tls)
+        spares = SpareHosts([where], None, SECRET, tls)
         total = sum(range(1, len(hosts) + 1))
-        assert meeting.run([wanted] * len(hosts), work=ones) == [(total, total)] * len(hosts)
+        assert meeting.run([spares] * len(hosts), work=ones) == [(total, total)] * len(hosts)
         assert isinstance(
             health.ask(address_of(where), TcpOptions(token=SECRET, handshake_s=2.0)), RoadtrainError
         )
-    told = b"".join(meeting.told)
-    for secret in (SECRET, wanted.own_token(), wanted.own_token().hex().encode()):
-        assert secret not in told
-    addresses = [place for place in meeting.told if b"127.0.0.1" in place and b"sums" in place]
-    assert len(addresses) == (0 if len(set(hosts)) == 1 else len(hosts)), "one host needs no port"
+    messages = b"".join(meeting.messages)
+    for secret in (SECRET, spares.own_token(), spares.own_token().hex().encode()):
+        assert secret not in messages
+    addresses = [place for place in meeting.messages if b"127.0.0.1" in place and b"sums" in place]
+    assert len(addresses) == (0 if len(set(hosts)) == 1 else len(hosts)), (
+        "workers of a single host need no port"
+    )
 
 
 def test_workers_of_several_hosts_need_a_token(monkeypatch):
@@ -309,16 +314,16 @@ def test_workers_of_several_hosts_need_a_token(monkeypatch):
             raise error
 
 
-def test_workers_with_another_token_do_not_meet(monkeypatch):
+def test_workers_with_different_tokens_cannot_connect(monkeypatch):
     monkeypatch.setattr(service, "LEAVE_S", 0.1)
     meeting = Meeting(monkeypatch, ["one", "two"])
-    found = meeting.run(
+    results = meeting.run(
         [
             SpareHosts((), None, SECRET),
             SpareHosts((), None, b"another secret of a job"),
         ]
     )
-    assert any(isinstance(error, AuthError) for error in found)
+    assert any(isinstance(error, AuthError) for error in results)
 
 
 def test_workers_of_one_host_need_no_token(monkeypatch):
