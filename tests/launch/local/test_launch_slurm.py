@@ -110,9 +110,8 @@ def test_a_run_continues_after_kills_and_a_notice_with_the_same_losses(
     slurm.ask("scancel", "--signal=INT", "--batch", job)
     wait_for(lambda: "roadtrain: requeued" in log(), 60, log)
     assert "is committed; run the same command to continue from there" in log()
-    undisturbed = (
-        tmp_path / "undisturbed"
-    )  # while the first run waits: Slurm restarts it after 2 minutes
+    # this job runs while the first waits, which Slurm restarts after 2 minutes
+    undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     slurm.ask("sbatch", "run.sbatch", cwd=write_run(undisturbed, 120))
     wait_for(lambda: "roadtrain: done" in log(), 300, log)

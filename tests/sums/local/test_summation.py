@@ -474,7 +474,7 @@ def test_ddp_trains_as_without_the_hook(workers, per_host):
 
 
 def test_roots_select_the_summing_workers_of_a_host():
-    """Root 1 is the only root of the second host, so all its network traffic goes through it."""
+    """On each host only the second worker sums, so all network traffic goes through it."""
     results = ddp(4, True, {"per_host": 2, "roots": [1]})
     assert len({digest for _, _, digest in results}) == 1
 

@@ -343,9 +343,8 @@ def test_jobs_are_isolated_and_end_separately(scene: Scene) -> None:
     first.close()
     first.close()
     scene.send(0, packet(1, 0))
-    assert (
-        scene.sockets["switch"].recv(1 << 16) == packet(1, 0).tobytes()
-    )  # it reaches user space again
+    # the packet reaches user space again
+    assert scene.sockets["switch"].recv(1 << 16) == packet(1, 0).tobytes()
     out = np.zeros(PACKET_NBYTES, np.uint8)
     assert second.add(packet(0, 0), np.ones(1, bool), out, 0) == 1
     with pytest.raises(LostError, match="closed"):

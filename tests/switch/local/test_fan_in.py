@@ -309,9 +309,8 @@ def test_a_stopped_worker_is_named_and_a_dead_worker_ends_the_session(
         return not isinstance(answers[-1], BaseException) and "worker 1 has " in answers[-1][0]
 
     until(is_named)
-    assert (
-        time.monotonic() - begin < 30.0
-    )  # after two seconds or never: SILENT_S of a session is 60
+    # the worker is named after two seconds or never: SILENT_S of a session is 60
+    assert time.monotonic() - begin < 30.0
     answer = answers[-1]
     assert any(name.startswith("worker 0 (127.0.0.1") for name in answer[1]), answer
     assert "packets sent" in answer[0] and "rounds stuck" in answer[0]

@@ -531,9 +531,8 @@ def test_export_reloads_in_transformers_and_imports_again(path: Path, tmp_path: 
     tuned = train(load_job(again / "job.toml", {"run.steps": 0}), quiet)
     assert tuned.held_out_loss == pytest.approx(summary.held_out_loss, abs=1e-6)
     train(load_job(again / "job.toml", {"run.steps": 2}), quiet)
-    assert (
-        cli.main(["import", str(out), "--run.dir", str(again), *more]) == 2
-    )  # the run has been trained
+    # the run has been trained
+    assert cli.main(["import", str(out), "--run.dir", str(again), *more]) == 2
     assert cli.main(["export", str(tmp_path / "text"), str(out)]) == 2  # not a run directory
 
 
