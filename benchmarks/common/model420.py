@@ -32,6 +32,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import roadtrain
+from benchmarks.common.children import peak_bytes
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 32, 1024, 16, 2896, 256  # 419.5 M parameters
 SEED, LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 0, 2e-5, (0.9, 0.999), 1e-8, 0.01
@@ -255,18 +256,6 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--compute", choices=("bf16", "fp32"), default=compute_default())
     return parser
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes, with pinned, shared and mapped
-    pages.
-    """
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
-    return int(line.split()[1]) * 1024
 
 
 def write_result(result: dict[str, Any], args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import TypedDict
 
 import psutil
 
@@ -33,6 +34,53 @@ class Row:
     of_floor: float | None = None
     goal: str | None = None
     met: bool | None = None
+
+
+class Goal(TypedDict, total=False):
+    """The fields of a row that has a goal."""
+
+    goal: str
+    met: bool
+
+
+def at_least(value: float, least: float | None, what: str = "ours") -> Goal:
+    """Return the goal that `value`, called `what`, is at least `least`; no goal if that is None."""
+    return {} if least is None else {"goal": f"{what} >= {least:g}", "met": value >= least}
+
+
+def at_most(value: float, most: float | None, what: str = "ours") -> Goal:
+    """Return the goal that `value`, called `what`, is at most `most`; no goal if that is None."""
+    return {} if most is None else {"goal": f"{what} <= {most:g}", "met": value <= most}
+
+
+def within(value: float, share: float) -> Goal:
+    """Return the goal that a ratio differs from 1 by at most `share`."""
+    return {"goal": f"within {share:.0%}", "met": abs(value - 1) <= share}
+
+
+def compared(
+    case: str,
+    metric: str,
+    unit: str,
+    ours: float,
+    peer: tuple[str, float],
+    *,
+    more: bool = False,
+    least: float | None = None,
+    of_floor: float | None = None,
+) -> Row:
+    """Build the row of a figure beside that of a peer.
+
+    Args:
+        peer: name and figure of the peer
+        more: a larger figure is better; otherwise, a smaller one is
+        least: goal of the ratio
+        of_floor: the physical limit divided by the figure
+    """
+    name, figure = peer
+    ratio = ours / figure if more else figure / ours
+    goal = at_least(ratio, least, "ratio")
+    return Row(case, metric, unit, ours, figure, name, ratio, of_floor, **goal)
 
 
 def cores() -> int:
