@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.common.children import need_disk, peak_bytes, run_child
 from benchmarks.common.model420 import disk_bytes
 from benchmarks.common.report import Report, Row
+from benchmarks.common.rows import buffers_row, row
 from roadtrain.config.job import Job, make_job
 from roadtrain.errors import ConfigError
 from roadtrain.training.data import Tokens, need
@@ -76,51 +78,33 @@ def run(quick: bool = False) -> Report:
         again = run_child(reload, folder=out)
         shutil.rmtree(home / "plain")
         case = f"SmolLM2-135M, budget {BUDGET}, {steps} steps of {ROWS} x {SEQ} tokens"
+        budget, loss, same = parse_bytes(BUDGET), "held-out loss", "the same"
+        whole = (plain["plain"], "parameters, gradients, state of plain training")
         rows = [
+            replace(row(case, "budget", "MB", budget, whole, goal="ratio >= 4"), goal="a quarter"),
+            buffers_row(same, plain["resident"], BUDGET, goal="ratio >= 1"),
+            Row(same, "peak resident of the process", "MB", plain["peak_bytes"] / 1e6),
             Row(
-                case,
-                "budget",
-                "MB",
-                parse_bytes(BUDGET) / 1e6,
-                peer=plain["plain"] / 1e6,
-                peer_name="parameters, gradients, state of plain training",
-                ratio=plain["plain"] / parse_bytes(BUDGET),
-                goal="a quarter",
-                met=parse_bytes(BUDGET) <= plain["plain"] / 4,
-            ),
-            Row(
-                "the same",
-                "held by roadtrain's buffers",
-                "MB",
-                plain["resident"] / 1e6,
-                peer=parse_bytes(BUDGET) / 1e6,
-                peer_name="budget",
-                ratio=parse_bytes(BUDGET) / plain["resident"],
-                goal="ours <= budget",
-                met=plain["resident"] <= parse_bytes(BUDGET),
-            ),
-            Row("the same", "peak resident of the process", "MB", plain["peak_bytes"] / 1e6),
-            Row(
-                "the same",
-                "held-out loss",
+                same,
+                loss,
                 "nats",
                 plain["after"],
-                peer=plain["before"],
-                peer_name="before",
+                plain["before"],
+                "before",
                 goal="ours < before",
                 met=plain["after"] < plain["before"],
             ),
             Row(
                 "exported, loaded with transformers",
-                "held-out loss",
+                loss,
                 "nats",
                 again["loss"],
-                peer=plain["after"],
-                peer_name="the placed model",
+                plain["after"],
+                "the placed model",
                 goal=f"within {SAME:g}",
                 met=abs(again["loss"] - plain["after"]) <= SAME,
             ),
-            Row("the same", "step time", "s", plain["step_s"]),
+            Row(same, "step time", "s", plain["step_s"]),
             *_moved("no compression", plain, plain),
         ]
         for percent, feedback in cases:
@@ -131,40 +115,19 @@ def run(quick: bool = False) -> Report:
             shutil.rmtree(run_dir)
             how = f"error feedback, budget {FEEDBACK_BUDGET}" if feedback else "no error feedback"
             case = f"top-k, {percent:g} % communicated, {how}"
-            rows += [
-                Row(
-                    case,
-                    "held-out loss",
-                    "nats",
-                    result["after"],
-                    peer=plain["after"],
-                    peer_name="no compression",
-                ),
-                *_moved(case, result, plain),
-            ]
+            there = (plain["after"], "no compression")
+            rows.append(Row(case, loss, "nats", result["after"], *there))
+            rows += _moved(case, result, plain)
     return Report("finetune", rows)
 
 
 def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator[Row]:
-    yield Row(
-        case,
-        "gradient communicated a step",
-        "MB",
-        result["sent_bytes"] / 1e6,
-        peer=plain["sent_bytes"] / 1e6,
-        peer_name="no compression",
-        ratio=plain["sent_bytes"] / result["sent_bytes"],
-    )
-    for way in ("read", "written"):
-        yield Row(
-            case,
-            f"{way} on files a step",
-            "MB",
-            result[f"{way}_bytes"] / 1e6,
-            peer=plain[f"{way}_bytes"] / 1e6,
-            peer_name="no compression",
-            ratio=plain[f"{way}_bytes"] / result[f"{way}_bytes"],
-        )
+    for key, metric in (
+        ("sent_bytes", "gradient communicated a step"),
+        ("read_bytes", "read on files a step"),
+        ("written_bytes", "written on files a step"),
+    ):
+        yield row(case, metric, "MB", result[key], (plain[key], "no compression"))
 
 
 def source_file() -> Path:
