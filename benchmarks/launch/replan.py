@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from statistics import median
 
 from benchmarks.common.report import Row
-from benchmarks.launch.bench import START_S, STEP_S, Bench, differing, row
+from benchmarks.launch.bench import START_S, STEP_S, Bench, attempted, differing, row
 from benchmarks.launch.run import LaunchedRun, command
 from benchmarks.launch.scene import SERVED, STAGES, Scene
 from roadtrain.config.plan_file import load_plan_file
-from roadtrain.errors import RoadtrainError
 from roadtrain.launch.control_socket import ask_supervisor
 
 SLOWED, QUARTER = "gpu1", 0.25
@@ -22,11 +21,7 @@ STEPS = 10_000  # more steps than are made
 
 def rows(bench: Bench) -> Iterator[Row]:
     for name, scene in (("replan-served", SERVED), ("replan-stages", STAGES)):
-        try:
-            yield from slowed(bench, name, scene)
-        except RoadtrainError as error:
-            message = str(error).partition("\n")[0]
-            yield row(scene.name, message, "", None, "it runs", False)
+        yield from attempted(scene.name, slowed(bench, name, scene))
 
 
 def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
