@@ -281,4 +281,4 @@ def served_s(address: str) -> dict[str, float]:
     status = health.ask(address_of(address), TcpOptions())
     if isinstance(status, PeerError):
         raise status
-    return status[2]
+    return dict(status[2])

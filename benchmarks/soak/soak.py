@@ -15,7 +15,6 @@ the kind a place in CYCLE. Does NOT emulate lost packets or latency.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -37,11 +36,11 @@ from benchmarks.soak import sums as soak_sums
 from benchmarks.soak.fault import (
     ALONE,
     KINDS,
-    TRAINER,
     Fault,
     NothingToStrike,
     Outcome,
     Reference,
+    bytes_until,
     kill,
     kind,
     refused,
@@ -49,7 +48,7 @@ from benchmarks.soak.fault import (
     supervised,
 )
 from benchmarks.soak.job import FLAVOURS
-from benchmarks.soak.scene import SERVERS, STEPS, WORKERS, Hung, Scene, Wrong
+from benchmarks.soak.scene import SERVERS, STEPS, WORKERS, Hung, Scene, Wrong, fill
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.bad_link import Way
 
@@ -109,7 +108,7 @@ CYCLE = (
     "server unmounted",
     "server's power cut",
     "histories mixed",
-    "Trainer killed",
+    "killed and power cut",
     "store swapped",
     "workers stop apart",
 )
@@ -210,8 +209,7 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """
     stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
     stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
-    scene.start(wrong=stops)
-    scene.finished()
+    scene.finish(wrong=stops)
     last = [max(step for _, step in log.steps) for log in scene.logs()]
     if len(set(last)) > 1:
         raise Wrong(f"workers did not stop after the same step, but after steps {last}")
@@ -242,11 +240,8 @@ def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     of the processes.
     """
     scene.start()
-    link, moment = (
-        scene.links[fault.link],
-        int(fault.moment * reference.nbytes[fault.link][fault.way]),
-    )
-    link.cut(max(1, moment - link.nbytes[fault.way]), fault.way)
+    link = scene.links[fault.link]
+    link.cut(max(1, bytes_until(scene, fault, reference)), fault.way)
     sentences = scene.wait_workers()
     if not sentences:
         raise Wrong(f"no process noticed that the link was cut (at monotonic time {link.cut_at})")
@@ -293,9 +288,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.wait_struck()
     others = [w for w in scene.workers if w is not node]
     for other in others:
-        other.process.join(max(0.0, scene.until - time.monotonic()))
-        if not other.ended:
-            scene.hung("the end of a worker whose peer was stopped")
+        scene.join(other, "the end of a worker whose peer was stopped")
     if role == "worker" or fault.choice % 2:
         node.kill()  # SIGKILL also ends a stopped process
         node.process.join()
@@ -313,7 +306,7 @@ def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.start()
     strike_at(scene, fault, reference, lambda: None, first=0.5)
     scene.wait_struck()
-    _fill(disk)
+    fill(disk, LEFT)
     scene.finished()
     return []
 
@@ -321,7 +314,7 @@ def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("disk full at the start", ends="sentence", mounts=True)
 def full_at_first(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     disk = scene.disk(int(fault.victims[0][-1]))
-    ballast = _fill(disk)
+    ballast = fill(disk, LEFT)
     scene.start()
     sentences = refused(scene, rf"{disk}.* are free")
     ballast.unlink()
@@ -335,9 +328,8 @@ def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     committed. Returns the errors of the processes.
     """
     disk, at = scene.disk(0), 1 + fault.choice % (STEPS - 2)
-    scene.start(steps=at)
-    scene.finished()
-    ballast = _fill(disk)
+    scene.finish(steps=at)
+    ballast = fill(disk, LEFT)
     scene.start(wrong={rank: {"grows_at": at} for rank in range(WORKERS)})
     sentences = refused(scene, rf"{disk}.*record of step \d+.* are free")
     ballast.unlink()
@@ -356,8 +348,7 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     rank = int(fault.victims[0][-1])
     # worker 0 alone decides the content of a new store
     if fault.prompt or (rank == 0 and change != "token"):
-        scene.start(steps=1 + fault.choice % (STEPS - 2))
-        scene.finished()
+        scene.finish(steps=1 + fault.choice % (STEPS - 2))
     scene.start(deadline_s=SHORT_S, wrong={rank: {"change": change}})
     sentences = refused(
         scene,
@@ -365,13 +356,6 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     )
     scene.finish()
     return sentences
-
-
-def _fill(disk: Path) -> Path:
-    free = os.statvfs(disk)
-    with open(disk / "ballast", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(0, free.f_bavail * free.f_frsize - LEFT))
-    return disk / "ballast"
 
 
 # the run
@@ -433,11 +417,10 @@ def _check_sentences(scene: Scene, sentences: Sequence[str]) -> None:
 
 
 def undisturbed(flavour: str) -> Reference:
-    if flavour in (ALONE, TRAINER):
+    if flavour == ALONE:
         return _undisturbed_alone(flavour)
     with Scene(flavour, HARD_S) as scene:
-        scene.start()
-        scene.finished()
+        scene.finish()
         logs = tuple(scene.logs())
         if any(len(log.steps) != STEPS for log in logs):
             raise Wrong(f"the run without faults did not train {STEPS} steps: {logs}")
@@ -448,8 +431,7 @@ def undisturbed(flavour: str) -> Reference:
 
 def _undisturbed_alone(flavour: str) -> Reference:
     with soak_alone.AloneScene(flavour, HARD_S) as scene:
-        scene.start()
-        scene.finished()
+        scene.finish()
         (log,) = scene.logs()
         calls = re.search(
             r"^0 calls (\d+) (\d+) (\d+)$", text := scene.log(0).read_text(), re.MULTILINE
