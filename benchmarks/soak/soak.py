@@ -19,6 +19,7 @@ import random
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
@@ -57,6 +58,7 @@ HARD_S = 90.0  # a fault that takes longer hangs
 SHORT_S = 3.0  # the job's deadline in faults that wait for it
 RATE = 20e6  # bytes/s of a slowed link
 LEFT = 64 << 10  # bytes that are left on a full disk
+HOWS = ("went on", "sentence", "failed", "hung", "skipped")  # outcomes
 # role and host; a relay has a socket
 WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")
 # the step, or the expected event
@@ -153,6 +155,17 @@ def drawn(seed: int, number: int) -> Fault:
 
 
 # the kinds
+
+
+def start_until(
+    scene: Scene, fault: Fault, reference: Reference, first: float = 0.0, **options: Any
+) -> None:
+    """Start the run and return at the moment of the fault. `first`: of `strike_at`. `options`: of
+    the start.
+    """
+    scene.start(**options)
+    strike_at(scene, fault, reference, lambda: None, first)
+    scene.wait_struck()
 
 
 @kind("worker killed")
@@ -252,9 +265,7 @@ def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link slowed")
 def slowed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    scene.start()
-    strike_at(scene, fault, reference, lambda: None)
-    scene.wait_struck()
+    start_until(scene, fault, reference)
     scene.links[fault.link].set_rate(RATE / 10)
     scene.finished()
     return []
@@ -265,9 +276,7 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Stop all traffic of a link without closing it, so that only a deadline detects this fault.
     Returns the errors of the processes.
     """
-    scene.start(deadline_s=SHORT_S)
-    strike_at(scene, fault, reference, lambda: None)
-    scene.wait_struck()
+    start_until(scene, fault, reference, deadline_s=SHORT_S)
     scene.links[fault.link].stall()
     sentences = scene.wait_workers()
     scene.links[fault.link].resume()
@@ -303,9 +312,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Fill the disk during training, which must go on. Returns an empty list."""
     disk = scene.disk(int(fault.victims[0][-1]))
-    scene.start()
-    strike_at(scene, fault, reference, lambda: None, first=0.5)
-    scene.wait_struck()
+    start_until(scene, fault, reference, first=0.5)
     fill(disk, LEFT)
     scene.finished()
     return []
@@ -493,30 +500,24 @@ def table(ends: Sequence[Outcome]) -> list[str]:
     """Format outcomes as the lines of a table, with a row for each kind of fault and a row for all
     faults.
     """
-    columns = (
-        "count",
-        "went on",
-        "sentence",
-        "failed",
-        "hung",
-        "skipped",
-        "worst recovery s",
-        "worst end s",
-    )
-    lines = [f"{'kind':26}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns)]
+    columns = ("count", *HOWS, "worst recovery s", "worst end s")
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        widths = [max(9, len(column) + 2) for column in columns]
+        return f"{name:26}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
+
+    def worst(seconds: list[float | None]) -> str:
+        measured = [value for value in seconds if value is not None]
+        return f"{max(measured):.1f}" if measured else ""
+
+    lines = [line("kind", columns)]
     kinds = [name for name in KINDS if any(end.fault.kind == name for end in ends)]
     for name in [*kinds, "all"]:
         these = [end for end in ends if name in (end.fault.kind, "all")]
-        cells = [str(len(these))] + [
-            str(sum(e.how == how for e in these) or "") for how in columns[1:6]
-        ]
-        cells[4] = cells[4] or "0"
-        for values in ([e.recovery_s for e in these], [e.lasted_s for e in these]):
-            measured = [value for value in values if value is not None]
-            cells.append(f"{max(measured):.1f}" if measured else "")
-        lines.append(
-            f"{name:26}" + "".join(f"{c:>{max(9, len(n) + 2)}}" for c, n in zip(cells, columns))
-        )
+        counts = Counter(end.how for end in these)
+        cells = [str(counts[how] or ("0" if how == "hung" else "")) for how in HOWS]
+        times = [worst([e.recovery_s for e in these]), worst([e.lasted_s for e in these])]
+        lines.append(line(name, [str(len(these)), *cells, *times]))
     return lines
 
 

@@ -5,7 +5,6 @@ two directories, and its syncs and writes are tracked.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.soak.job import REFUSED, _redirect_output
+from benchmarks.soak.job import errors_logged, redirect_output
 from benchmarks.soak.power import Power, Strike
+from benchmarks.soak.scene import STEPS
 from roadtrain.config.job import Job
-from roadtrain.errors import RoadtrainError
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.generation import open_store
 from roadtrain.storage.mark import Mark
@@ -37,13 +36,12 @@ class TrainerArgs:
     home: str
     run: str
     stores: tuple[str, ...]
-    attempt: int
-    steps: int
     log: str
     shadow: str
     roots: tuple[str, ...]
+    attempt: int = 0
+    steps: int = STEPS
     strikes: tuple[Strike, ...] = ()
-    new_store: bool = False
     lr: float = 1e-2
 
 
@@ -58,12 +56,7 @@ def job_of(errand: TrainerArgs) -> Job:
     }
     return Job.model_validate(
         {
-            "run": {
-                "dir": errand.run,
-                "steps": errand.steps,
-                "device": "cpu",
-                "new_store": errand.new_store,
-            },
+            "run": {"dir": errand.run, "steps": errand.steps, "device": "cpu"},
             "model": {"config": llama},
             "data": {
                 "paths": [f"{errand.home}/text"],
@@ -83,19 +76,15 @@ def train_alone(errand: TrainerArgs) -> None:
     seconds. At the end, log `end` or `error`.
     """
     _write_down(errand.attempt)
-    _redirect_output(errand.log)
+    redirect_output(errand.log)
     torch.set_num_threads(1)
     counted = Strike("sync", NEVER, "kill before", "ledger")
     power = Power(
         Path(errand.shadow), [Path(root) for root in errand.roots], (*errand.strikes, counted)
     )
     power.install()
-    try:
+    with errors_logged(errand.attempt):
         train(job_of(errand))
-    except RoadtrainError as error:
-        print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
-        # as if killed: without atexit handlers, so that the scene sees what hangs
-        os._exit(REFUSED)
     print(
         errand.attempt, "calls", power.totals["sync"], power.totals["write"], power.counts[counted]
     )
