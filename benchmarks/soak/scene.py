@@ -33,7 +33,6 @@ TOKEN = b"the secret of a soaked job"
 DISK = "16m"
 NOTHING: Mapping[int, Mapping[str, Any]] = {}
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["benchmarks.soak.warm"])
 
 
 class Hung(DeadlineError):

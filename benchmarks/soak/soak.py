@@ -49,7 +49,7 @@ from benchmarks.soak.fault import (
     supervised,
 )
 from benchmarks.soak.job import FLAVOURS
-from benchmarks.soak.scene import SERVERS, STEPS, WORKERS, Hung, Scene, Wrong, fill
+from benchmarks.soak.scene import FORK, SERVERS, STEPS, WORKERS, Hung, Scene, Wrong, fill
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.bad_link import Way
 
@@ -552,6 +552,7 @@ def command(
                 hint="with --sums, choose the number of faults with --faults",
             )
         return soak_sums.command(faults or 100, seed, json)
+    FORK.set_forkserver_preload(["benchmarks.soak.warm"])
     faults = faults or 300
     numbers = list(range(faults)) if only is None else _numbers(only)
     print(f"soak: {len(numbers)} faults of seed {seed}; {machine()}")

@@ -15,7 +15,6 @@ import torch
 CASE = cases.Case(where="2 servers", options=cases.CHUNK)
 STEPS = 4
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["workers"])
 
 
 def work(rank: int, workers: int, servers: list[str], out: Connection) -> None:

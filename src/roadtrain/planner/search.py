@@ -500,7 +500,7 @@ def main_reason(answer: SearchResult) -> tuple[str, str] | None:
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():
-        found.update(reason for reason in family.refused if not reason.startswith(NO_MEMORY))
+        found.update({r: n for r, n in family.refused.items() if not r.startswith(NO_MEMORY)})
         hints |= family.hints
     if least_change(answer) is not None or not found:
         return None

@@ -17,11 +17,13 @@ import pytest
 import tomli_w
 
 from roadtrain.config.cluster import Cluster, Host, make_cluster
+from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
-from roadtrain.config.models import from_config
+from roadtrain.config.models import ModelShape, from_config
 from roadtrain.config.plan_file import Plan, PlanFile, load_plan_file, placement
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import paused_run, run_verbs, supervisor_process
+from roadtrain.launch import replan as replan_module
 from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
 from roadtrain.launch.home import PLANNED_ANEW, LaunchRecord, RunHome, RunState, StartPhase
@@ -36,6 +38,7 @@ from roadtrain.launch.measured_host import (
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, kept, planned_run, replan, search_again
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
+from roadtrain.planner.job_plans import shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants
@@ -355,9 +358,16 @@ def measured_again(home: RunHome) -> None:
     home.measured_path.write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
 
 
+@pytest.fixture(scope="module")
+def shape_of_the_job() -> ModelShape:
+    return shape_of_job(make_job(JOB))
+
+
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHome:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape_of_the_job: ModelShape) -> RunHome:
     monkeypatch.setenv("HOME", str(tmp_path))
+    # the same job is planned anew in each test
+    monkeypatch.setattr(replan_module, "shape_of_job", lambda job: shape_of_the_job)
     return RunHome.of("again")
 
 

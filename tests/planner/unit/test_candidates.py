@@ -6,10 +6,10 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from benchmarks.planner.paper_clusters import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import shape
 from roadtrain.config.plan_file import placement

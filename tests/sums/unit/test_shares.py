@@ -97,7 +97,7 @@ def test_parts_cover_a_tensor_once(
         assert start == at < stop and stop - start <= most + ALIGN
         assert start == parts[0][1] * number, "the start says which part it is"
         at = stop
-    assert at == elements
+    assert at == elements and len(parts) <= -(-elements // most)
     shares = dict(enumerate(optimum([float(w) for w in workers], [float(s) for s in spares])))
     of = reducers(key, len(parts), shares)
     assert len(of) == len(parts) and of == sorted(of)

@@ -24,14 +24,19 @@ def test_details(n): pytest.skip(f"not root\\nof {n}")
 LINE = "not run: {} (not root), {} (no no-such-program: apt install some-package)"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "1")])
 def test_the_last_line_sums_all_runs_by_the_first_line_of_their_reasons(
     tmp_path: Path, workers: tuple[str, ...]
 ) -> None:
     (tmp_path / "test_these.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     words = ["-p", "tests.support.not_run", "--not-run", "build/sums.json", *workers]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_ADDOPTS": "",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     for runs in (1, 2):
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *words],
