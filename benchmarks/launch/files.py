@@ -51,7 +51,7 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
         yield tried(out, [host.name for host in machines.hosts])
     first = f": {wrong[0]}" if wrong else ""
     yield row(scene.name, f"{what}{first}", "files", float(len(texts)), "yes", not wrong)
-    source = "".join(map(_read, files)) + str(run.home)
+    source = "".join(Path(file).read_text() for file in files) + str(run.home)
     ports = {str(port) for host in machines.hosts for port in host.ports}
     ports.add(str(machines.rendezvous_port))
     every = "".join(texts.values())
@@ -70,10 +70,6 @@ def _allowed(path: str, source: str) -> bool:
     """
     parents = [path, *map(str, Path(path).parents)][:-1]
     return path.startswith(SYSTEM) or any(p in source for p in parents if p.count("/") > 1)
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text()
 
 
 def tried(files: Path, hosts: Sequence[str]) -> Row:

@@ -56,7 +56,9 @@ def rows(bench: Bench) -> Iterator[Row]:
                 "the report of its first step",
                 START_S,
             )
-            ends = {**run.state().stamps, **_begun(run)}
+            ends: dict[str, float] = {**run.state().stamps}
+            ends[SUPERVISOR] = min(map(_began, run.supervisors()))
+            ends[WORKER] = _began(run.workers()[0])
             # the supervisor is notified later
             ends[StartPhase.PLACED] = min(ends[StartPhase.PLACED], ends[WORKER])
             run.stop()
@@ -72,11 +74,6 @@ def rows(bench: Bench) -> Iterator[Row]:
     whole = cluster_s + last - began
     beside = ("torchrun", torchrun_s(job, home))
     yield row(case, "whole", "s", whole, f"< {MOST_S:.0f} s", whole < MOST_S, beside=beside)
-
-
-def _begun(run: LaunchedRun) -> dict[str, float]:
-    """Return the start times of the supervisor and of worker 0, in seconds since the epoch."""
-    return {SUPERVISOR: min(map(_began, run.supervisors())), WORKER: _began(run.workers()[0])}
 
 
 def _began(process: FoundProcess) -> float:

@@ -18,7 +18,6 @@ import os
 import shutil
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,18 +37,7 @@ HOST_BUDGET = "2.25GiB"
 PEER = "benchmarks.placement.deepspeed_peer"
 
 
-@dataclass(frozen=True)
-class Run:
-    """Result of training in one process. `read_bytes` and `written_bytes`: bytes of one step.
-    `losses`: the loss of every step.
-    """
-
-    step_s: float
-    read_bytes: float
-    written_bytes: float
-    peak_bytes: int
-    losses: tuple[float, ...]
-    system: str
+Result = dict[str, Any]  # of a child, and the means of `train`
 
 
 def run(quick: bool = False) -> Report:
@@ -83,7 +71,7 @@ def run(quick: bool = False) -> Report:
             "nats",
             ours,
             peer=peer,
-            peer_name=here["peer"][0].system,
+            peer_name=here["peer"][0]["system"],
             goal=f"ours <= {SAME_LOSS:g}",
             met=ours <= SAME_LOSS,
         )
@@ -91,12 +79,12 @@ def run(quick: bool = False) -> Report:
     return Report("deepspeed", rows)
 
 
-def alternate(store: Path, steps: int, reps: int, device: str = "") -> dict[str, list[Run]]:
+def alternate(store: Path, steps: int, reps: int, device: str = "") -> dict[str, list[Result]]:
     """Run roadtrain ("ours") and DeepSpeed ("peer") in turn, `reps` times each, and return the
     results of both. `store`: directory that is empty before each run and removed afterwards.
     `device`: MAJ:MIN of the disk to throttle, or "".
     """
-    runs: dict[str, list[Run]] = {"peer": [], "ours": []}
+    runs: dict[str, list[Result]] = {"peer": [], "ours": []}
     for rep in range(reps):
         for who in list(runs)[:: -1 if rep % 2 else 1]:
             store.mkdir()
@@ -108,45 +96,43 @@ def alternate(store: Path, steps: int, reps: int, device: str = "") -> dict[str,
 
 
 def compare(
-    case: str, runs: dict[str, list[Run]], *, goal: float, floor_s: float | None
+    case: str, runs: dict[str, list[Result]], *, goal: float, floor_s: float | None
 ) -> list[Row]:
-    name, sides = runs["peer"][0].system, (runs["ours"], runs["peer"])
-    step, theirs = (median(r.step_s for r in side) for side in sides)
-    peak, least = max(r.peak_bytes for r in sides[0]), min(r.peak_bytes for r in sides[1])
+    name, sides = runs["peer"][0]["system"], (runs["ours"], runs["peer"])
+    step, theirs = (median(r["step_s"] for r in side) for side in sides)
+    peak, least = max(r["peak_bytes"] for r in sides[0]), min(r["peak_bytes"] for r in sides[1])
     of_floor, time_goal = floor_s and floor_s / step, f"ratio >= {goal:g}"
     rows = [
         row(case, "step time", "s", step, (theirs, name), of_floor=of_floor, goal=time_goal),
         row(case, "peak memory", "MB", peak, (least, name), goal="ratio >= 3"),
     ]
     for way in ("read", "written"):
-        moved, theirs = (median(getattr(r, f"{way}_bytes") for r in side) for side in sides)
+        moved, theirs = (median(r[f"{way}_bytes"] for r in side) for side in sides)
         rows.append(row(case, f"{way} a step", "MB", moved, (theirs, name)))
     return rows
 
 
-def distance(result: Run, plain: Run) -> float:
-    return max(abs(a - b) for a, b in zip(result.losses, plain.losses, strict=True))
+def distance(result: Result, plain: Result) -> float:
+    return max(abs(a - b) for a, b in zip(result["losses"], plain["losses"], strict=True))
 
 
-def train(who: str, steps: int, store: str = "", device: str = "") -> Run:
-    """Train in a process of its own, and return its result. Raises RoadtrainError if it fails.
+def train(who: str, steps: int, store: str = "", device: str = "") -> Result:
+    """Train in a process of its own, and return its result, with the mean seconds and bytes of a
+    step. Raises RoadtrainError if the process fails.
 
     Args:
         who: "ours", "peer" (DeepSpeed) or "plain" (torch)
         store: directory for the state
         device: MAJ:MIN of the disk to throttle, or ""
     """
-    result = run_child(child, who=who, steps=steps, store=store, device=device)
+    result: Result = run_child(child, who=who, steps=steps, store=store, device=device)
     kept = result["steps"][model420.WARM_UP :] or [{}]
-    each = {
-        name: mean(step.get(name, 0.0) for step in kept)
-        for name in ("step_s", "read_bytes", "written_bytes")
-    }
-    losses, system = tuple(result["losses"]), result["system"]
-    return Run(**each, peak_bytes=result["peak_bytes"], losses=losses, system=system)
+    for name in ("step_s", "read_bytes", "written_bytes"):
+        result[name] = mean(step.get(name, 0.0) for step in kept)
+    return result
 
 
-def child(who: str, steps: int, store: str, device: str) -> dict[str, Any]:
+def child(who: str, steps: int, store: str, device: str) -> Result:
     args = argparse.Namespace(
         steps=steps,
         dir=store,
@@ -160,7 +146,7 @@ def child(who: str, steps: int, store: str, device: str) -> dict[str, Any]:
             stack.enter_context(Throttle([device], RATE, RATE)).enter_process(os.getpid())
         if who == "plain":
             losses = model420.plain_losses(steps, compute=args.compute)
-            result: dict[str, Any] = {"system": "torch", "losses": losses, "steps": []}
+            result: Result = {"system": "torch", "losses": losses, "steps": []}
         elif who == "ours":
             result = model420.train_ours(args)
         else:

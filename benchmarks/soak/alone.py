@@ -236,9 +236,7 @@ def store_unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> li
     """Leave some directories of the store empty at the next start, as if a disk were not mounted.
     The trainer must refuse to start. Returns the trainer's errors.
     """
-    sentences = scene.run_once(
-        _first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS
-    )
+    scene.run_once(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     if not _trained(scene):
         scene.finish()  # nothing was committed, so beginning anew is right
         raise NothingToStrike

@@ -107,29 +107,22 @@ class Kind:
     """
 
     play: Play
-    ends: str
-    alone: str
-    mounts: bool
+    ends: str = "went on"
+    alone: str = ""
+    mounts: bool = False
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(
-    name: str, *, ends: str = "went on", alone: str = "", mounts: bool = False
-) -> Callable[[Play], Play]:
+def kind(name: str, **fields: Any) -> Callable[[Play], Play]:
     """Return a decorator that registers a function as a kind of fault. The function runs the fault,
-    and returns the errors of processes that ended by themselves.
-
-    Args:
-        ends: required outcome. With "sentence", the run must end with an error. The function then
-            repairs the cause, and lets the run go on.
-        alone: flavor of the job for a trainer that runs alone, or "" for workers and servers
-        mounts: True if the fault needs a small file system of its own
+    and returns the errors of processes that ended by themselves. If the required outcome is
+    "sentence", the function then repairs the cause, and lets the run go on. `fields`: of the Kind.
     """
 
     def register(play: Play) -> Play:
-        KINDS[name] = Kind(play, ends, alone, mounts)
+        KINDS[name] = Kind(play, **fields)
         return play
 
     return register
