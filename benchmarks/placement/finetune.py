@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -134,7 +135,13 @@ def import_pretrained(folder: str) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
-    model.save_pretrained(folder)
+    Path(folder).mkdir()
+    values = model.state_dict()
+    del values["lm_head.weight"]  # tied to the embedding
+    save_file(values, f"{folder}/model.safetensors", {"format": "pt"})
+    del model.config.quantization_config  # the values are fp32 now
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
     fields = need("gguf", "bench").GGUFReader(source).fields
     tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     tokenizer(tokens, merges).save(f"{folder}/tokenizer.json")
