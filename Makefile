@@ -16,24 +16,24 @@ train: $(READY)
 train-plain: $(READY)
 	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
-# Two tests at a time; then, one after another, those that measure time or need root (the latter skip themselves without).
+# Three tests at a time, since tests wait; then, one after another, those that measure time or need root (the latter skip themselves without).
 # The last line names the tests of both that did not run, and what they need.
-TWO := $(BIN)/pytest -n 2 --dist worksteal
+MANY := $(BIN)/pytest -n 3 --dist worksteal
 ALONE := tests/*/local tests/*/lab
 NOT_RUN := build/not_run.json
 test: $(READY)
 	rm -f $(NOT_RUN)
-	$(TWO) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
+	$(MANY) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
 	$(BIN)/pytest --not-run $(NOT_RUN) -m "alone and not exhaustive" $(ALONE) $(ARGS)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
-	$(TWO) -m "not slow and not exhaustive and not lab" tests/*/unit $(ARGS)
+	$(MANY) -m "not slow and not exhaustive and not lab" tests/*/unit $(ARGS)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)
 	rm -f $(NOT_RUN)
-	$(TWO) --not-run $(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
+	$(MANY) --not-run $(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
 	$(BIN)/pytest --not-run $(NOT_RUN) -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest

@@ -41,9 +41,7 @@ pytest_plugins = ["tests.support.fixtures", "tests.support.not_run"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder: `unit`, `local` or `lab`. Lab tests use the whole machine."""
+    """Mark each test by its folder: `unit`, `local` or `lab`."""
     for item in items:
         if (level := item.path.parent.name) in ("unit", "local", "lab"):
             item.add_marker(level)
-        if level == "lab":
-            item.add_marker("alone")

@@ -9,6 +9,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -17,18 +18,20 @@ import torch
 import roadtrain
 from roadtrain import Servers
 from roadtrain.errors import RoadtrainError
-from roadtrain.servers import server
+from roadtrain.servers import remote_servers, server
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.mark import Mark
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.protocol import timed_sender
 from roadtrain.switch.switch import SwitchHost
 from roadtrain.transport.tcp import TcpOptions
 from tests.support.faulty import RandomFaults, faulty
 from tests.support.models import build, delay_of, new_scaler, one_step
 from tests.support.ports import free_port
+from tests.support.warm_python import warm_python
 
 FORK = multiprocessing.get_context("forkserver")
 # pytest: each child imports what its parent runs
@@ -115,6 +118,7 @@ def lose_datagrams(fraction):
 
 def forget_groups():
     """Make multicast fail in this process after its trial has succeeded."""
+    timed_sender.STUCK = 3
     send = DatagramSocket.send
 
     def forgetful(self, buffer, segment, to):
@@ -211,6 +215,8 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
     """Train up to `steps` and log the loss of every step; an error that ends the training is logged
     last."""
     torch.set_num_threads(1)
+    remote_servers.GRACE_S = 2.5
+    sys.executable = options.pop("python", sys.executable)  # of its relay
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(workers),
@@ -295,6 +301,8 @@ class Workers:
         self, case, servers, tmp_path, steps, workers, *, changes=None, session="1", **options
     ):
         self.logs = [tmp_path / f"worker{r}.log" for r in range(workers)]
+        if options.get("relay"):
+            options["python"] = warm_python()
         self.processes = [
             FORK.Process(
                 target=worker_child,

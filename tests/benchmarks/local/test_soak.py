@@ -180,6 +180,7 @@ def test_pieces_of_a_soak_make_one_table(tmp_path):
     ]
 
 
+@pytest.mark.exhaustive
 def test_what_hangs_shows_its_stacks():
     with Scene("plain", 60) as scene:
         scene.start(deadline_s=50)

@@ -45,6 +45,7 @@ class Case:
         return predicted(run, COSTS).seconds
 
 
+@pytest.mark.slow
 def test_the_shape_equals_the_model() -> None:
     size = RunSpec("ours").model
     assert shape_of(RunSpec("ours")).params == sum(p.numel() for p in size.build().parameters())

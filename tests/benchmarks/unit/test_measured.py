@@ -67,6 +67,7 @@ def test_every_run_has_its_plan() -> None:
         ("simumax-b200", 0.029),
     ],
 )
+@pytest.mark.slow
 def test_public_runs(family: str, most: float) -> None:
     """The error stays within half a per cent of README's figure and below that of the baselines."""
     own = [run for run in runs() if run.family == family]
@@ -79,6 +80,7 @@ def test_public_runs(family: str, most: float) -> None:
 
 
 @pytest.mark.parametrize(("family", "most"), [("torchtitan-a100", 0.03), ("megatron-h100", 0.02)])
+@pytest.mark.slow
 def test_runs_outside_the_fit(family: str, most: float) -> None:
     own = [run for run in runs() if run.family == family]
     assert errors(pairs(own, constants(FAMILIES[family])))["MAPE"] <= most

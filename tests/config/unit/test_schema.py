@@ -99,6 +99,7 @@ EVERY = [(name, way) for name, (kind, _, tree) in FILES.items() for way in paths
 
 
 @pytest.mark.parametrize(("name", "way"), EVERY, ids=lambda value: str(value))
+@pytest.mark.slow
 def test_a_wrong_value_of_any_key_is_refused(name: str, way: tuple[str | int, ...]) -> None:
     _, make, tree = FILES[name]
     for wrong in OF_EVERY_TYPE:

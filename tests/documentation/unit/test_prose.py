@@ -17,6 +17,7 @@ ALLOWED = {"opener": 0, "subject": 0, "one": 0, "participle": 1}
 MOST_WORDS, MOST_LOG_WORDS = 24_000, 5_000
 
 
+@pytest.mark.slow
 def test_the_counts_do_not_rise():
     found = list(prose.findings([ROOT / path for path in prose.PATHS]))
     listed = "\n".join(f"{f.path}:{f.line}: {f.kind}: {f.text}" for f in found)

@@ -84,6 +84,7 @@ CODE = [
 ]
 
 
+@pytest.mark.slow
 def test_files_and_members_that_pages_name_exist():
     members: dict[str, set[str]] = {}
     for path in CODE:

@@ -109,6 +109,7 @@ def test_few_modules_lie_outside_a_room() -> None:
     assert len(list(SRC.glob("*.py"))) <= LOOSE_MODULES
 
 
+@pytest.mark.slow
 def test_imports_only_go_up_the_list() -> None:
     """TYPE_CHECKING imports count as well."""
     wrong = []
@@ -125,6 +126,7 @@ def test_imports_only_go_up_the_list() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_no_import_cycles() -> None:
     """TYPE_CHECKING imports count as well."""
     edges: dict[str, set[str]] = {}
@@ -158,6 +160,7 @@ def test_protocols_import_no_torch_sockets_threads_or_clock() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_class_name_exists_once() -> None:
     where: dict[str, list[str]] = {}
     for path, tree in trees():
@@ -177,6 +180,7 @@ def test_a_module_name_exists_once() -> None:
     assert found == set(TWICE)
 
 
+@pytest.mark.slow
 def test_no_import_inside_a_function() -> None:
     wrong = [
         f"{path.relative_to(SRC)}:{inner.lineno}"
@@ -190,12 +194,14 @@ def test_no_import_inside_a_function() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+@pytest.mark.slow
 def test_no_file_is_too_long(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= FILE_LINES
     assert not text or ast.get_docstring(ast.parse(text)), "a file opens with what it does"
 
 
+@pytest.mark.slow
 def test_competing_words_are_not_used() -> None:
     """`block`, `chunk`, `server` and so on have one meaning each; these words compete with them."""
     wrong = []

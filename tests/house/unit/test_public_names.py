@@ -13,6 +13,7 @@ from roadtrain import cli, hvd
 from roadtrain.config import job
 
 
+@pytest.mark.slow
 def test_package() -> None:
     assert sorted(roadtrain.__all__) == [
         "Delay",

@@ -51,6 +51,7 @@ def test_counting() -> None:
     assert code_lines(text) == 5
 
 
+@pytest.mark.slow
 def test_neither_grows(capsys: pytest.CaptureFixture[str]) -> None:
     lines = {path.relative_to(SRC): code_lines(path.read_text()) for path in SRC.rglob("*.py")}
     package = sum(lines.values())

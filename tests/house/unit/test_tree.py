@@ -17,6 +17,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("package", WHERE)
+@pytest.mark.slow
 def test_a_process_that_a_test_starts_runs_this_tree(package, tmp_path):
     code = f"import {package}; print({package}.__file__)"
     words = [sys.executable, "-c", code]

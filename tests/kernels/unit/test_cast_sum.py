@@ -49,6 +49,7 @@ def test_every_pattern_converts_and_every_rounding_is_right(dtype):
 
 @pytest.mark.parametrize("src", DTYPES)
 @pytest.mark.parametrize("dst", DTYPES)
+@pytest.mark.slow
 def test_cast_between_all_formats(src, dst):
     x = data(1003, src)
     mine = np.empty(1003, c.NUMPY_OF[dst])
@@ -87,6 +88,7 @@ def test_squares_show_inf_and_nan():
 
 @pytest.mark.parametrize(("dtype", "k"), [("bf16", 8), ("fp32", 3), ("fp16", 1), ("fp16", 4)])
 @pytest.mark.parametrize("n", [1, 4096, 10001])
+@pytest.mark.slow
 def test_sum_of_buffers_in_order(dtype, k, n):
     buffers = [data(n, dtype, i) for i in range(k)]
     mine, plain = (np.empty(n, np.float32) for _ in range(2))

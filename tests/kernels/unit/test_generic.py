@@ -80,6 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=[f"{c.__name__}{len(o)}" for c, o in CASES])
+@pytest.mark.slow
 def test_fifty_steps_have_the_bits_of_torch(cls, options):
     generator = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.randn(37, 29, generator=generator))

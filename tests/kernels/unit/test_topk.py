@@ -45,6 +45,7 @@ def run(function, x, dtype, k):
     "kind", ["normal", "ties", "sparse", "constant", "special", "front", "periodic"]
 )
 @pytest.mark.parametrize("k", [0, 1, 700, 35_000, N])
+@pytest.mark.slow
 def test_top_k_equals_a_stable_sort(dtype, kind, k):
     x = data(kind, dtype)
     plain = run(reference_top_k, x, dtype, k)

@@ -91,6 +91,7 @@ def test_kernel_equals_reference_in_any_cut(cls, options, formats):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.slow
 def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
     """Only aligned copies are written past the cache; all lengths occur, so that the remainder of
     the vector loop is tested."""
@@ -117,6 +118,7 @@ def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+@pytest.mark.slow
 def test_torch_parity_two_ulp_a_step(cls, options):
     """Each step starts from torch's state. No sums cancel here (equal signs, parameters far from
     zero): with cancellation an ulp of the input becomes many ulp of the result, in torch as

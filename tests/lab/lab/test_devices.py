@@ -13,7 +13,7 @@ from benchmarks.storage import devices
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import PREFIX, lab_available
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 
 @pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))

@@ -28,7 +28,7 @@ from roadtrain.lab.control_groups import hierarchy
 
 needs_network = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
 needs_cpus = pytest.mark.skipif(cpus_available() is not None, reason=str(cpus_available()))
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 SRC = Path(__file__).parents[3] / "src"
 ENV = os.environ | {"PYTHONPATH": str(SRC)}

@@ -15,7 +15,7 @@ from roadtrain.lab.lab_command import load_lab
 
 WHY = loss_available()
 needs_loss = pytest.mark.skipif(WHY is not None, reason=str(WHY))
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 FAST = 50e6
 TRAIN, TRAINS, SEGMENT = 20, 500, 1400  # datagrams that one call sends, calls, bytes

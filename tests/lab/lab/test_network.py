@@ -23,7 +23,7 @@ from roadtrain.lab.lab_command import load_lab
 from roadtrain.lab.network import undo_network
 
 needs_network = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 SRC = Path(__file__).parents[3] / "src"
 ENV = os.environ | {"PYTHONPATH": str(SRC)}

@@ -21,7 +21,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.lab import PREFIX, LoopDevice, Throttle, lab_available, sweep
 
 needs_lab = pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 BLOCK = 4 << 20
 READ, WRITE = 200e6, 100e6

@@ -23,6 +23,7 @@ from roadtrain.launch.protocol.run_events import HostJoined, HostLost, Output, P
 
 pytestmark = [
     pytest.mark.lab,
+    pytest.mark.alone,
     pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 SIZE, FAST, SLOW = 4 << 20, 40e6, 5e6  # bytes, bytes a second

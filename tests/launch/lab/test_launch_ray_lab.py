@@ -23,6 +23,7 @@ from roadtrain.training.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.lab,
+    pytest.mark.alone,
     pytest.mark.exhaustive,
     pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: pip install ray"),

@@ -223,12 +223,11 @@ def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
     assert not (run.home.path / "ray").exists() and not (run.directory / "ray_results").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)  # each start takes a minute on a busy machine
-@pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_run_that_has_just_been_stopped_is_resumed(
-    nodes: RayNodes, run: LaunchedRun, starts: int
-) -> None:
+def test_a_run_that_has_just_been_stopped_is_resumed(nodes: RayNodes, run: LaunchedRun) -> None:
     """The actor of its supervisor is there for a moment yet."""
+    starts = 2
     run.steps = 400
     job = (run.directory / "job.toml").read_text().replace("steps = 6", "steps = 400")
     (run.directory / "job.toml").write_text(job)

@@ -25,7 +25,6 @@ from tests.support.needs import needs
 
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.alone,
     pytest.mark.slow,
     needs(*NEEDED, apt="slurm-wlm munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="not root"),

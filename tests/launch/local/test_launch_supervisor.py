@@ -442,7 +442,7 @@ def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_when_its_server_and_worker_are_killed(tmp_path: Path) -> None:
     """Rules 1 and 3: its losses are those of one process that nobody kills."""
-    steps = 200
+    steps = 100
     with launched(tmp_path, 1, steps) as run:
         launcher = run.launch()
         run.step_reached(8)

@@ -126,6 +126,7 @@ def test_a_resumed_run_that_made_a_step_does_not_start_over(home: RunHome) -> No
     assert home.state().step == -1
 
 
+@pytest.mark.slow
 def test_a_run_has_one_supervisor_at_a_time(home: RunHome) -> None:
     assert not home.is_supervised()
     with home.supervised():

@@ -228,6 +228,7 @@ def test_a_start_that_fails_leaves_a_run_that_has_ended(
     assert not is_alive(home)  # another run may use the name
 
 
+@pytest.mark.slow
 def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> None:
     """This happens on a busy machine. Without the standby the run is no longer alive."""
     code = (

@@ -184,6 +184,7 @@ def test_the_script_is_bash(run: ResolvedRun, tmp_path: Path, device: str) -> No
 
 @needs("shellcheck", apt="shellcheck")
 @pytest.mark.parametrize("device", ["", "cpu"])
+@pytest.mark.slow
 def test_the_script_has_no_warning_of_shellcheck(
     run: ResolvedRun, tmp_path: Path, device: str
 ) -> None:
@@ -307,6 +308,7 @@ def objects(run: ResolvedRun, tmp_path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
 
 
+@pytest.mark.slow
 def test_kubernetes_schemas_accept_every_object(objects: list[dict[str, Any]]) -> None:
     for tree in objects:
         for version in ("1.29", kubernetes_validate.latest_version()):

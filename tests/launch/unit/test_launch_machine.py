@@ -522,6 +522,7 @@ FAULTS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(OPTIONS, FAULTS, st.booleans())
+@pytest.mark.slow
 def test_random_faults(options, faults, stops) -> None:
     """Rule 5: after any faults workers run again once all hosts have returned, and a run that is
     asked to stop ends. check() and the engine's asserts hold throughout."""

@@ -317,6 +317,7 @@ def test_the_engine_reports_the_end_of_workers_on_dead_nodes(
 
 
 @pytest.mark.parametrize(("stopped", "code"), [(True, 130), (True, -9), (False, 130), (False, 0)])
+@pytest.mark.slow
 def test_a_worker_that_ends_on_request_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, stopped: bool, code: int
 ) -> None:

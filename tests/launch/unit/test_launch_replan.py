@@ -303,6 +303,7 @@ def test_steps_of_an_earlier_plan_are_not_counted(tmp_path: Path) -> None:
     assert (found.seconds, found.predicted) == (9.0, {})
 
 
+@pytest.mark.slow
 def test_hosts_that_measure_links_read_the_token_from_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token on a command line. Two hosts listen and one measures, as an engine starts
     them."""
@@ -385,6 +386,7 @@ def gpus() -> Cluster:
     return make_cluster({"hosts": [kind.model_dump(by_alias=True, exclude_defaults=True)]})
 
 
+@pytest.mark.slow
 def test_a_slowed_link_gives_a_new_plan_of_the_same_hosts_and_keeps_the_old_file(
     home: RunHome,
 ) -> None:
@@ -411,6 +413,7 @@ def test_a_dry_run_keeps_the_plan_and_writes_the_new_one_to_the_given_file(
     assert load_plan_file(tmp_path / "new.toml").plan != old.plan
 
 
+@pytest.mark.slow
 def test_a_slightly_better_plan_is_not_adopted(home: RunHome) -> None:
     write_launch(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
@@ -606,6 +609,7 @@ def ends_with_its_launcher(home: RunHome) -> None:
         ({"dry_run": True}, "stop", ("stop", False)),
     ],
 )
+@pytest.mark.slow
 def test_a_run_continues_with_its_launch_options(
     home: RunHome, options: dict[str, Any], recorded: str, started: tuple[str, bool]
 ) -> None:
@@ -622,6 +626,7 @@ def test_a_run_continues_with_its_launch_options(
 
 
 @pytest.mark.usefixtures("no_supervisor")
+@pytest.mark.slow
 def test_a_dry_run_ends_once_the_run_has_continued_or_failed(home: RunHome) -> None:
     write_launch(home, gpus(), DP4)
     refused = RunState(phase="ended", code=2, why="port 7000 is taken")
@@ -638,6 +643,7 @@ def test_a_dry_run_ends_once_the_run_has_continued_or_failed(home: RunHome) -> N
 
 
 @pytest.mark.usefixtures("no_supervisor")
+@pytest.mark.slow
 def test_a_run_continues_with_its_old_plan_if_the_new_plan_is_refused(home: RunHome) -> None:
     old = write_launch(home, gpus(), DP4)
     plans: list[PlanFile] = []
@@ -689,6 +695,7 @@ def test_a_run_stopped_while_it_is_replanned_stays_stopped(
     assert_stays_stopped(home, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_while_its_links_are_measured_stays_stopped(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -754,6 +761,7 @@ def test_a_stop_does_not_wait_for_another_start_of_the_run(
         ("the user asked for it", "keep", False, "is not resumed: the user asked for it"),
     ],
 )
+@pytest.mark.slow
 def test_after_an_error_in_replan_the_run_still_ends_and_continues(
     home: RunHome,
     monkeypatch: pytest.MonkeyPatch,

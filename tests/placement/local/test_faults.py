@@ -469,7 +469,7 @@ def test_an_optimizer_that_has_trained():
 
 
 def test_more_directories_than_chunks(tmp_path):
-    dirs = [tmp_path / str(i) for i in range(60)]
+    dirs = [tmp_path / str(i) for i in range(24)]
     few = {"host_budget": "3GiB", "chunk_elements": 1 << 20}
     losses = (
         train(dirs, 2, **few)

@@ -209,7 +209,13 @@ USES = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of threads at a fork
-@pytest.mark.parametrize("taken", [False, True], ids=["at rest", "after a step"])
+@pytest.mark.parametrize(
+    "taken",
+    [
+        pytest.param(False, marks=pytest.mark.exhaustive, id="at rest"),
+        pytest.param(True, id="after a step"),
+    ],
+)
 @pytest.mark.parametrize("name", USES)
 def test_a_forked_child_is_refused_at_once(name, taken, tmp_path):
     """Rule 5: by an error that says where the model is; the parent goes on."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 import roadtrain
 from roadtrain import Servers, TopK
 from roadtrain.errors import FullError, LoopError, RoadtrainError
+from roadtrain.servers import hosted_store
 from roadtrain.storage import convert, generation
 from tests.support.models import Case, Net, new_scaler, one_step, place, run
 from tests.support.processes import FORK
@@ -461,7 +462,8 @@ def test_with_compression(tmp_path, feedback):
         assert results[0] == results[1] and placed.steps_done == 4
 
 
-def test_a_closed_model_whose_store_went_on_is_refused(tmp_path):
+def test_a_closed_model_whose_store_went_on_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosted_store, "LOCK_S", 0.5)
     model, placed, scaler = place(Case(), tmp_path / "s", **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     placed.close()

@@ -18,6 +18,7 @@ from roadtrain.lab import PREFIX, lab_available, network_available
 
 pytestmark = [
     pytest.mark.lab,
+    pytest.mark.alone,
     pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 needs_devices = pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))

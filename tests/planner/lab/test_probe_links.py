@@ -30,7 +30,10 @@ found, missing = matrix(sys.argv[2].split(","), TcpOptions(token=open(sys.argv[1
 print(json.dumps([[[*pair, *both] for pair, both in found.items()], missing]))
 """
 
-pytestmark = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
+]
 
 
 class Lab:

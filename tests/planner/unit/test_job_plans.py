@@ -295,6 +295,7 @@ def test_servers_need_directories_of_their_ssds(files: tuple[Path, Path]) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "server", "summation"])
+@pytest.mark.slow
 def test_the_command_writes_a_plan_that_launches(
     files: tuple[Path, Path],
     name: str,
@@ -338,6 +339,7 @@ def test_if_nothing_can_be_launched_all_reasons_are_printed(
     assert "cannot be combined with --job" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_job_the_command_says_why_a_plan_cannot_be_launched(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,6 +143,7 @@ def test_switches_joined_by_another_switch_reach_each_other() -> None:
     assert where.between([where.workers[0].nics[0], where.workers[1].nics[0]]) == 5e8
 
 
+@pytest.mark.slow
 def test_the_command_writes_plan_and_job(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     cluster, out, job = (tmp_path / name for name in ("cluster.toml", "plan.toml", "job.toml"))
     cluster.write_text(racks(2, 2).to_toml())

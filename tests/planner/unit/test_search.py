@@ -89,6 +89,7 @@ def answer(goal: str) -> SearchResult:
     return search(cluster_of(), MODEL, OF, goal=goal, batch=BATCH, placements=NAMES)
 
 
+@pytest.mark.slow
 def test_the_pick_and_the_runner_up_are_the_best_of_all_candidates(
     answer: SearchResult, goal: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_the_pick_and_the_runner_up_are_the_best_of_all_candidates(
     assert answer.runner_up.score in [pytest.approx(value) for value in others]
 
 
+@pytest.mark.slow
 def test_each_candidate_is_simulated_pruned_or_refused(answer: SearchResult, goal: str) -> None:
     every = every_score(cluster_of(), goal)
     for name, family in answer.families.items():
@@ -139,6 +141,7 @@ def test_resources_that_a_plan_does_not_use_gain_nothing() -> None:
 
 
 @pytest.mark.parametrize("network", ["100MB/s", "1GB/s", "2GB/s"])
+@pytest.mark.slow
 def test_flips_are_the_rates_with_which_the_runner_up_wins(network: str) -> None:
     cluster = cluster_of(network=network)
     answer = search(cluster, MODEL, OF, batch=BATCH, placements=["zero1", "server"])
@@ -170,6 +173,7 @@ def test_the_front_has_the_plans_that_no_other_beats_in_time_and_cost(
     assert seconds == sorted(seconds) and prices == sorted(prices, reverse=True)
 
 
+@pytest.mark.slow
 def test_without_a_batch_the_smallest_that_is_close_to_the_best_is_chosen() -> None:
     cluster = cluster_of(network="100MB/s")
     answer = search(cluster, MODEL, OF, placements=["zero1"], explain=False)

@@ -26,9 +26,14 @@ CASES = {
     "late, bf16": Case(dtype=torch.bfloat16, eager=True, staleness=1),
     "late, clipped, scaler": Case(clip=0.5, accumulate=2, scaler=True, groups=True, staleness=1),
 }
+OFTEN = ("plain", "clipped, accumulated, groups", "late, clipped, scaler")
 
 
-@pytest.mark.parametrize("name", CASES)
+def of_case(name):
+    return () if name in OFTEN else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=of_case(name)) for name in CASES])
 @pytest.mark.parametrize("servers", [2])
 def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule 1
     case = CASES[name]
@@ -47,8 +52,10 @@ def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [(name, (1, 2, 4) if name == "plain" else (1, 3)) for name in CASES],
-    ids=list(CASES),
+    [
+        pytest.param(name, (1, 2, 4) if name == "plain" else (1, 3), marks=of_case(name), id=name)
+        for name in CASES
+    ],
 )
 def test_three_workers_are_the_same_over_any_servers(name, counts, hosts, tmp_path):  # Rule 1
     case, results = CASES[name], []
@@ -124,7 +131,16 @@ def wait_for(ready, what, seconds=60):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["worker 0", "worker 1", "server 0", "server 1", "all"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "worker 0",
+        "worker 1",
+        "server 0",
+        pytest.param("server 1", marks=pytest.mark.exhaustive),
+        "all",
+    ],
+)
 def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3 and 5
     """Killed at a random moment; started again (a server at another address) all goes on with
     the same losses."""
@@ -233,7 +249,7 @@ def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rul
     assert "refused" in host.log.read_text()
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_topk_over_the_network(staleness, hosts, tmp_path):
     results = []
     for servers in (1, 2):
@@ -290,7 +306,9 @@ def test_another_number_of_workers_goes_on(hosts, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("link", ["token alone", "none"])
+@pytest.mark.parametrize(
+    "link", ["token alone", pytest.param("none", marks=pytest.mark.exhaustive)]
+)
 def test_restarted_workers_wait_for_servers_that_hold_the_old_session(link, hosts, tmp_path):
     """Whatever options the link has, as long as they do not say how long to try (README shows
     `token` alone)."""

@@ -82,6 +82,7 @@ PLACES = {"kept": (None, True), "copied": (None, False), "spilled": (Spill, Fals
 @pytest.mark.parametrize(
     "dtypes", [("bf16",), ("fp16",), ("bf16",) * 3, ("", "bf16"), ("fp16", "", "bf16")], ids=str
 )
+@pytest.mark.slow
 def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]) -> None:
     chunk, (tier, keep) = chunk_of(), PLACES[place]
     grads = PushedGradients({chunk.id: chunk}, tier and tier(), 2, chunk.weights_nbytes, 1)
@@ -107,6 +108,7 @@ def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]
     "dtypes", [("bf16",) * 4, ("fp16",) * 4, ("", "bf16", "fp16", "bf16")], ids=str
 )
 @pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.slow
 def test_workers_are_summed_in_order_in_fp32(
     local: int, places: tuple[str, ...], dtypes: tuple[str, ...], passes: int
 ) -> None:

@@ -77,6 +77,7 @@ BUDGETS = st.one_of(st.integers(0, 300 * MIB), st.integers(0, 8 * GIB), st.integ
 
 @given(jobs(), BUDGETS)
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_never_more_than_the_budget(job, budget):
     table, records, owners, options = job
     least = least_of(job)
@@ -96,6 +97,7 @@ def test_never_more_than_the_budget(job, budget):
 
 @given(jobs(), BUDGETS)
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_every_buffer_holds_what_goes_into_it(job, extra):
     table, records, owners, options = job
     got = derive(table, records, owners, BudgetTerms(**options), least_of(job) + extra)
@@ -155,6 +157,7 @@ def test_more_memory_never_means_less_of_anything_needed(job):
 
 @given(jobs(), BUDGETS, BUDGETS)
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_memory_of_the_device_is_bounded_too(job, extra, device_bytes):
     """The device's copies of the root buffers, slots and gradient buffers."""
     table, records, owners, options = job

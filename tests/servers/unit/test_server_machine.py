@@ -91,6 +91,7 @@ def chunk_of(world, chunk=0):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 2, 5])
+@pytest.mark.slow
 def test_steps_end_committed_in_any_order_of_actions(seed, buffers):  # Rule 3, Rule 5
     rng = random.Random(seed)
     kinds = [Resident.NOTHING, Resident.RECORD, Resident.WEIGHTS]
@@ -996,6 +997,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize(("n", "own"), [(2, False), (3, False), (2, True)])
+@pytest.mark.slow
 def test_no_committed_step_is_lost_with_one_server_at_any_moment(n, own):  # Rule 3
     """A server dies (with or without its disk) between any two events of a session or of its start.
     The private part of a worker is at the step from which the others continue."""

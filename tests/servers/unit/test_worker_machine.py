@@ -300,6 +300,7 @@ CASES = {
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_steps_complete_in_any_order_of_events(case, seed):  # Rules 1, 3, 4
     rng = random.Random(seed)
     machine = a_machine(slots=rng.choice([2, 3, 5]), buffers=rng.choice([3, 4, 6]), **CASES[case])

@@ -42,6 +42,7 @@ from tests.support.plans import RATE, WHOLE, cluster, lump, run, traffic
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.slow
 def test_traffic_is_the_closed_form(n: int) -> None:
     """The bounds in docs/design.md. S: bytes of 16-bit parameters, equal to the bytes of
     gradients."""
@@ -73,6 +74,7 @@ def test_a_step_takes_the_slowest_part_not_the_sum() -> None:
         assert floor <= result.seconds <= 1.1 * floor + comm / 16
 
 
+@pytest.mark.slow
 def test_ssds_or_devices_bound_a_step() -> None:
     """Sun et al. (LuWu), Figure 15: few SSDs bound the step whatever the batch; with many SSDs the
     devices do."""
@@ -197,6 +199,7 @@ def logged_actions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.slow
 def test_updates_run_in_the_configured_order(
     in_turn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +246,7 @@ def test_embeddings_take_no_slot_and_are_sent_once() -> None:
     assert streamed.bytes["server out"] == pytest.approx(2 * 3e9 + 3 * 0.5e9 + 2e9)
 
 
+@pytest.mark.slow
 def test_servers_share_the_load() -> None:
     single, double = (
         run("server", cluster(2, n), lump(1e9, 1e10), slots=8, update_at="gradient") for n in (1, 2)
@@ -413,6 +417,7 @@ def test_uneven_stages_help_unequal_devices() -> None:
     assert uneven.seconds < 0.8 * even.seconds
 
 
+@pytest.mark.slow
 def test_every_placement_reaches_a_steady_state() -> None:
     where = cluster(4, 2, devices=2, sums=True)
     for name in PLACEMENTS:

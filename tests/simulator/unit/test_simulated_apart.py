@@ -43,6 +43,7 @@ def apart(plan: Plan, where: Cluster, model: ModelShape, of: Constants = WHOLE) 
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_separate_replicas_equal_the_shared_simulation(seed: int) -> None:
     """With equal hosts and no shared card each replica takes as long as the worker that stands for
     all."""
@@ -73,6 +74,7 @@ def test_separate_replicas_equal_the_shared_simulation(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*PLACEMENTS])
+@pytest.mark.slow
 def test_ranks_on_a_host_share_its_traffic(name: str) -> None:
     """Hosts of two devices, each rank simulated separately: a ring crosses a card once for both,
     and a server gets a single gradient per host, as in the shared simulation."""
@@ -302,6 +304,7 @@ def test_an_overlapping_optimizer_hides_its_traffic() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["zero1", "ddp"])
+@pytest.mark.slow
 def test_cards_carry_the_computed_bytes(
     name: str, widths: tuple[int, ...], devices: int, tp: int
 ) -> None:
@@ -344,6 +347,7 @@ def test_cards_carry_the_computed_bytes(
     "name",
     [pytest.param("files", marks=pytest.mark.exhaustive), "server", "zero-offload", "zero3"],
 )
+@pytest.mark.slow
 def test_virtual_stages_are_streamed(name: str) -> None:
     """Each device fetches its share of the model in each pass of each micro-batch; blocks of a part
     are fetched once if the micro-batches run on it in turn and its slots suffice."""
@@ -400,6 +404,7 @@ def test_a_placement_for_each_stage() -> None:
 
 
 @pytest.mark.parametrize("name", [*PLACEMENTS])
+@pytest.mark.slow
 def test_every_placement_takes_unequal_widths(name: str) -> None:
     """The run reaches a steady state, no resource exceeds its capacity, and no bound is
     violated."""

@@ -41,6 +41,7 @@ def run(where: Cluster, *, flops: float = 0.0, apart: bool = False, **plan: Any)
 
 
 @pytest.mark.parametrize(("workers", "of_racks"), [(1, 1), (4, 1), (8, 1), (8, 2)])
+@pytest.mark.slow
 def test_packets_of_all_hosts_share_the_cores_of_a_lab(workers: int, of_racks: int) -> None:
     """Senders and receivers handle their packets on the cores that also compute the models."""
     sizes = ModelSizes(layers=10, layer=1 << 20, forward_s=0.02, backward_s=0.06)
@@ -161,6 +162,7 @@ def test_a_late_step_hides_traffic() -> None:
 @pytest.mark.parametrize("update_at", ["gradient", "step"])
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.slow
 def test_separate_workers_take_as_long_as_the_shared_worker(
     update_at: str, staleness: int, num_microbatches: int
 ) -> None:

@@ -14,6 +14,7 @@ from roadtrain.lab import LabNic, Network, network_available
 
 pytestmark = [
     pytest.mark.lab,
+    pytest.mark.alone,
     pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 

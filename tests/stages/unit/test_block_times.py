@@ -160,6 +160,7 @@ def test_untimed_blocks_get_the_activations_of_the_others() -> None:
     assert {block.activation_bytes for block in blocks} == {times.activation_bytes[2]}
 
 
+@pytest.mark.slow
 def test_a_host_that_computes_in_bursts_does_not_count_as_fast() -> None:
     """Every third block stalls for the time of four blocks, as under a CPU limit: the mean includes
     the stalls, a median would not."""

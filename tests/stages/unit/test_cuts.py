@@ -79,6 +79,7 @@ def in_stages(model, cuts, stages, batch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_stages_of_hugging_face_models_give_the_result_of_the_model(kind: str) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **KINDS[kind])

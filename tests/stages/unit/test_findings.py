@@ -264,6 +264,7 @@ def test_all_ranks_meet() -> None:
     assert meeting.late_error(met[0]) is None
 
 
+@pytest.mark.slow
 def test_all_ranks_report_the_same_missing_rank() -> None:  # Rule 5
     met = all_meet(3, absent={1}, deadline_s=2.0)
     assert {type(outcome) for outcome in met.values()} == {DeadlineError}
@@ -272,6 +273,7 @@ def test_all_ranks_report_the_same_missing_rank() -> None:  # Rule 5
     assert "(of a, c), rank 1 has not" in str(met[0])
 
 
+@pytest.mark.slow
 def test_all_ranks_report_the_same_wrong_world_size() -> None:
     """Including a rank that arrives after the refusal."""
     met = all_meet(3, {1: {"late_s": 1.0}, 2: {"world_size": 4}})
@@ -290,6 +292,7 @@ def test_ranks_meet_although_their_agents_count_restarts_differently(agent) -> N
     assert all(result.hosts == tuple(HOSTS) for result in met.values()), met
 
 
+@pytest.mark.slow
 def test_successive_starts_share_one_store(agent, monkeypatch) -> None:
     """No rank takes the verdict of an earlier start for its own or meets a rank that has ended."""
     monkeypatch.setattr(meeting, "GRACE_S", 0.2)
@@ -304,6 +307,7 @@ def test_successive_starts_share_one_store(agent, monkeypatch) -> None:
     assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late_error(third[0]) is None
 
 
+@pytest.mark.slow
 def test_a_restarted_rank_waits_until_the_others_notice(agent) -> None:
     """An agent starts its ranks again at once; a step of the others may take minutes."""
     again = {"attempt": "1", "deadline_s": 0.2, "notice_s": 5.0}

@@ -114,6 +114,7 @@ def test_hosts_that_share_a_file_system(tmp_path):
     assert resume(tmp_path, places(3)) == [3] * 3
 
 
+@pytest.mark.slow
 def test_a_power_cut_or_a_kill_at_any_moment_leaves_a_snapshot(tmp_path, monkeypatch):  # Rule 3
     root = tmp_path / "disks"
     root.mkdir()
@@ -304,6 +305,7 @@ def test_a_full_disk_leaves_earlier_snapshots_intact(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.slow
 def test_a_rank_that_misses_the_commit_removes_nothing(tmp_path, shared):  # Rule 3
     """Other ranks may have received it and written their markers."""
     if shared:
@@ -393,6 +395,7 @@ def test_going_back_needs_the_mark_of_the_run_directory_too(tmp_path):
     assert Mark(run).record.step == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_directory_remove_a_snapshot_together(tmp_path):  # Rule 3
     def rank(links):
         for step in range(200):

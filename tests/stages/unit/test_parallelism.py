@@ -254,6 +254,7 @@ print(solver.objective_value / 2)
 
 
 @pytest.mark.parametrize(("layers", "n"), [pytest.param(48, 8, marks=pytest.mark.slow), (31, 7)])
+@pytest.mark.slow
 def test_balanced_stages_equal_those_of_a_solver(layers: int, n: int) -> None:
     """OR-Tools' CP-SAT on sizes too large for brute force. It runs in a separate process, since a
     process with both CP-SAT and NIXL (plugins/rdma) crashes."""

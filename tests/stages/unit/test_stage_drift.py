@@ -30,6 +30,7 @@ def noisy(rng: Random, seconds: float) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.slow
 def test_noise_offers_nothing(seed: int) -> None:
     rng, drift = Random(seed), watch()
     assert drift.sizes == (6, 6)
@@ -38,6 +39,7 @@ def test_noise_offers_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
 def test_a_throttle_is_answered_within_steps(stage: int, seed: int) -> None:
     """A stage slows to 60 % of its speed, with 3 % noise: within half a window plus HOLD steps the
     sizes best at that speed are offered, and afterwards nothing more."""

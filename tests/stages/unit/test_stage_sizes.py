@@ -129,6 +129,7 @@ def test_equal_stages_take_the_papers_time(p: int, m: int, v: int) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(works(), st.sampled_from([99.0, 4.0, 3.0, 2.0]), st.integers(0, 3))
+@pytest.mark.slow
 def test_the_exact_search_finds_the_best_of_all(work: StepWork, room: float, less: int) -> None:
     """Against brute force, with different memory limits."""
 

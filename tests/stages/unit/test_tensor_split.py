@@ -209,6 +209,7 @@ def test_replicated_parameters_are_counted_once():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("to", [(1, 2), (4, 1), (2, 2)])
+@pytest.mark.slow
 def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
     """Rule 3: a snapshot of tp 2, dp 2 is read with other degrees; each host has its own
     directory."""

@@ -298,6 +298,7 @@ def test_no_step_is_lost_and_no_fork_unseen(data, n, marked):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
+@pytest.mark.slow
 def test_one_server_may_die_with_its_disk(data, n, marked):
     """A server dies while the run trains: the others resume without help from the last committed
     step."""
@@ -338,6 +339,7 @@ def ways_out(error):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
+@pytest.mark.slow
 def test_every_suggested_way_out_of_a_fork_works(data, n, replicas):  # Rule 6
     """Copies of a store that trained on independently are mixed, some of them behind."""
     first = HistoryLink("first", 0, tuple(range(n)))

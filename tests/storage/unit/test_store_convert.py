@@ -128,6 +128,7 @@ for _ in range(100):  # new classes each time
 """
 
 
+@pytest.mark.slow
 def test_two_threads_may_be_the_first_to_read_a_description(tmp_path: Path) -> None:
     tab = table("bf16", chunk_elements=1 << 16)
     replace(StoreMeta.of(tab, GROUPS), owners=tuple(owners(tab, 1))).write(tmp_path)

@@ -90,6 +90,7 @@ def names(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.slow
 def test_any_flipped_bit_in_current_is_recovered(part: Path, tmp_path: Path, by_hand: bool) -> None:
     """A flip from "1" to "0" once deleted the generation. The records prove which generation
     counts, and a line reports it."""

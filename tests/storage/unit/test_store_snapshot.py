@@ -73,6 +73,7 @@ def step(tier: FileTier, number: int, seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.slow
 def test_every_snapshot_holds_its_step(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def half_made(directories: list[Path]) -> None:
         store.close()
 
 
+@pytest.mark.slow
 def test_a_power_cut_at_any_sync_of_the_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def t5(device):
 
 
 @pytest.mark.parametrize("make", [llama, bert, gpt2, t5])
+@pytest.mark.slow
 def test_hugging_face(make):
     model = make("meta")
     before = list(model.parameters())

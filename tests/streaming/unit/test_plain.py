@@ -66,6 +66,7 @@ def same(a, b) -> bool:
 
 @FUZZ
 @given(values)
+@pytest.mark.slow
 def test_values_come_back_with_their_types(value):
     assert same(plain.decode(plain.encode(value)), value)
 

@@ -97,6 +97,7 @@ def compare(make, loss_of, steps=3, micro=1, lr=0.1, rtol=0.0, **kw):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.slow
 def test_hf(make, attention):
     compare(lambda: make(attn_implementation=attention), lm_loss)
 

@@ -18,7 +18,6 @@ from tests.support import world
 from tests.support.world import run_hvd
 
 SOON_S = 5.0
-pytestmark = pytest.mark.alone
 
 
 def run(workers, work):

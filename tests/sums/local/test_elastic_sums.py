@@ -136,7 +136,7 @@ def sum_all(rank, sums, rounds, workers, tensors=TENSORS, between=lambda number:
     return rounds
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elastic):
     made = elastic(n, 2)
     first, second = made.spares
@@ -170,7 +170,7 @@ def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elas
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=pytest.mark.exhaustive if seed > 2 else ()) for seed in range(6)],
+    [pytest.param(seed, marks=pytest.mark.exhaustive if seed > 1 else ()) for seed in range(6)],
 )
 def test_sums_stay_right_whoever_dies_when(seed, elastic):
     rng, n = random.Random(seed), 2 + seed % 3
@@ -191,11 +191,11 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
     thread = threading.Thread(target=trouble)
     thread.start()
     try:
-        found = made.run(partial(sum_all, rounds=25, workers=n))
+        found = made.run(partial(sum_all, rounds=15, workers=n))
     finally:
         over.set()
         thread.join()
-    assert found == [25] * n, (found, made.said)
+    assert found == [15] * n, (found, made.said)
     assert any("not used any more" in words for words in made.said)
 
 

@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 
@@ -33,6 +32,7 @@ from roadtrain.sums.worker_sums import SumOptions, WorkerSums
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions, listen
 from tests.support.processes import FORK, free_port
+from tests.support.warm_python import warm_python
 
 DTYPES = {"fp32": np.float32, "bf16": np.uint16}
 
@@ -160,7 +160,9 @@ def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
         assert len(set(found)) == 1 and found[0] == 3 * (4 * 1_000_010 + 2 * 300_000)
 
 
-@pytest.mark.parametrize("elements", [9_000_001, 20_000_000])
+@pytest.mark.parametrize(
+    "elements", [9_000_001, pytest.param(20_000_000, marks=pytest.mark.exhaustive)]
+)
 def test_parts_of_a_large_tensor_are_summed_in_order(elements, hosts):  # Rule 1
     """Parts of the size that the tensor determines: 141 and 305 KiB."""
 
@@ -291,7 +293,7 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
 def spare_host(*words):
     """`roadtrain serve --sum` in a process of its own: (process, address)."""
     command = [
-        sys.executable,
+        warm_python(),
         "-m",
         "roadtrain.cli",
         "serve",

@@ -140,6 +140,7 @@ def test_asynchronous_workers_are_compared_without_waiting() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.slow
 def test_equal_programs_always_end(seed: int) -> None:
     """At any speeds, workers that begin the same operations in any order, each blocked on a random
     operation, never get a mismatch."""

@@ -28,6 +28,7 @@ def through(text, values, seed=0):
 @pytest.mark.parametrize("text", ALL)
 @settings(deadline=None, max_examples=40)
 @given(values=floats, seed=st.integers(0, 1 << 70))
+@pytest.mark.slow
 def test_decoded_values_are_near_the_originals(text, values, seed):  # Rule 2
     out, most = through(text, values, seed), np.abs(values).max()
     kind, _, argument = text.partition(":")
@@ -92,6 +93,7 @@ def test_a_non_finite_value_shows_and_disappears_a_step_later(text, wrong):
 @pytest.mark.parametrize("text", ALL)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), n=st.integers(1, 40))
+@pytest.mark.slow
 def test_any_bytes_are_decoded_or_refused(text, data, n):  # Rule 8
     size = formats.format_of(text).nbytes(n)
     raw = data.draw(st.binary(min_size=size, max_size=size))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +124,7 @@ class World:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 1 << 32))
+@pytest.mark.slow
 def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
     rng = random.Random(seed)
     world = World(n, k, rng)

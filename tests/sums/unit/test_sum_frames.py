@@ -104,6 +104,7 @@ def deliver(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
         (1, (sum_frames.SUM, PART, 8)),
     ]
 )
+@pytest.mark.slow
 def test_a_reducer_accepts_or_refuses_any_frames(
     arrivals: list[tuple[int, tuple[int, bytes, int]]],
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_reducer_accepts_or_refuses_any_frames(
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
+@pytest.mark.slow
 def test_a_coordinator_accepts_or_refuses_any_frames(
     arrivals: list[tuple[int, bytes, int]],
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_coordinator_accepts_or_refuses_any_frames(
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
+@pytest.mark.slow
 def test_a_worker_accepts_or_refuses_any_frames_of_a_coordinator(
     arrivals: list[tuple[int, bytes, int]],
 ) -> None:

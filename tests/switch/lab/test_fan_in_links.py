@@ -16,6 +16,7 @@ from roadtrain.lab import network_available
 WHY = network_available()
 pytestmark = [
     pytest.mark.lab,
+    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.skipif(WHY is not None, reason=str(WHY)),
 ]
@@ -53,6 +54,7 @@ def check(run: Measured, workers: int) -> None:
     assert all(LEAST < share < MOST for share in carried.values()), carried
 
 
+@pytest.mark.exhaustive  # the tree below shows the same
 def test_one_switch(tmp_path: Path) -> None:
     with Lab(Scene(3), tmp_path) as lab:
         check(lab.train(SPEC, "int32"), 3)

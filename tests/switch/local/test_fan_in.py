@@ -280,7 +280,7 @@ def until(what, deadline_s=40.0):
 
 
 def test_a_switch_that_restarts_loses_no_step(hosts, switches, tmp_path):  # Rule 3, Rule 5
-    case, steps = Case(eager=True), 24
+    case, steps = Case(eager=True), 16
     first, second = hosts(2, token=TOKEN)
     whole = trained(case, first, tmp_path / "whole", steps, 2, [switches()])
     port, home = free_port(), tmp_path / "restarted"

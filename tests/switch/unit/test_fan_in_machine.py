@@ -171,6 +171,7 @@ class Script:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.slow
 def test_the_server_gets_the_events_of_the_plain_model(workers, seed):  # Rule 1, Rule 5
     """0 to 3 gradients per worker and step; all workers drop some of them; time may pass."""
     rng, steps, chunks = random.Random(seed), 3, range(3)
@@ -226,6 +227,7 @@ def test_the_server_gets_the_events_of_the_plain_model(workers, seed):  # Rule 1
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 3, 40])
+@pytest.mark.slow
 def test_every_pull_is_answered_once_and_a_broadcast_answers_one_pull_per_worker(
     workers, seed, buffers
 ):  # Rule 4, Rule 5

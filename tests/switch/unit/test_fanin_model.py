@@ -20,17 +20,20 @@ def assert_right(result: Result, states: int, exhaustive: bool = True) -> None:
 @pytest.mark.parametrize(
     "window, numbers, timeouts, states", [(2, 3, False, 10_000), (2, 2, True, 5_000)]
 )
+@pytest.mark.slow
 def test_every_sum_is_right_and_arrives(
     window: int, numbers: int, timeouts: bool, states: int
 ) -> None:  # Rules 1, 5
     assert_right(check(window=window, numbers=numbers, timeouts=timeouts), states)
 
 
+@pytest.mark.slow
 def test_a_window_of_three() -> None:
     assert_right(check(window=3, numbers=4, eager=True, most_states=10_000), 10_000, False)
 
 
 @pytest.mark.parametrize("tree, exhaustive", [(((0, 1),), True), (((0, 1), 2), False)], ids=str)
+@pytest.mark.slow
 def test_switches_below_a_switch(tree: Tree, exhaustive: bool) -> None:
     numbers = 2 if exhaustive else 3
     result = check(tree=tree, numbers=numbers, eager=True, most_states=20_000)
@@ -38,6 +41,7 @@ def test_switches_below_a_switch(tree: Tree, exhaustive: bool) -> None:
 
 
 @pytest.mark.parametrize("window, numbers", [(2, 3), (3, 4)])
+@pytest.mark.slow
 def test_broadcasts_reach_all_workers(window: int, numbers: int) -> None:  # Rule 5
     assert_right(check_down(window=window, numbers=numbers, most_states=10_000), 5_000, window == 2)
 

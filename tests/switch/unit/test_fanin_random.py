@@ -19,12 +19,14 @@ BAD = Faults(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
 
 @pytest.mark.parametrize("table", [PlainTable, SwitchTable])
 @pytest.mark.parametrize("workers, window", [(2, 64), (3, 256)])
+@pytest.mark.slow
 def test_no_sum_is_wrong(table: type[Table], workers: int, window: int) -> None:  # Rule 1
     found = send_through(table, 20_000, seed=1, workers=workers, window=window, faults=BAD)
     assert found.wrong == 0 and found.packets >= 20_000 and found.restarts > 0
     assert found.sums > 2_000
 
 
+@pytest.mark.slow
 def test_many_packets_through_the_compiled_table() -> None:  # Rule 1
     found = send_through(SwitchTable, 100_000, seed=2, workers=4, window=512)
     assert found.wrong == 0 and found.packets >= 100_000

@@ -113,6 +113,7 @@ def test_an_exponent_is_the_least_above_the_maximum(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 33, 64])
+@pytest.mark.slow
 def test_kernels_equal_their_references(dtype, width, workers):
     n = 3000
     values = values_of(dtype, n, seed=workers)
@@ -149,6 +150,7 @@ def test_a_sum_lies_within_its_bound(dtype, width, workers, n, seed):  # Rule 2
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 17, 63, 64])
+@pytest.mark.slow
 def test_equal_extremes_do_not_overflow(dtype, width, workers):
     """All workers at the clamp, in every part of the sum, at magnitudes that round up to it."""
     for power in (1.0, 2.0**-14, 2.0**15 if dtype == "fp16" else 2.0**127):

@@ -164,6 +164,7 @@ def test_a_receiver_takes_each_number_of_its_window_once() -> None:
     st.integers(1, 70),
     st.lists(st.lists(st.tuples(st.integers(-2, 90), st.integers(1, 90)), max_size=4), max_size=6),
 )
+@pytest.mark.slow
 def test_accepting_many_numbers_equals_accepting_each(
     depth: int, batches: list[list[tuple[int, int]]]
 ) -> None:

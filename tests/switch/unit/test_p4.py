@@ -151,6 +151,7 @@ def run_beside(steps: int, payload_nbytes: int, seed: int, source: str = SOURCE)
 
 
 @pytest.mark.parametrize("payload_nbytes", [256, 1408])
+@pytest.mark.slow
 def test_the_program_equals_the_state_machine(payload_nbytes: int) -> None:  # Rule 7
     """A real switch could take 256 bytes per packet; the ends send 1408."""
     seen = run_beside(2000, payload_nbytes, seed=payload_nbytes)
@@ -171,6 +172,7 @@ def test_the_program_equals_the_state_machine(payload_nbytes: int) -> None:  # R
         ("meta.job.child[7:0] ++ meta.job.child[15:8]", "meta.job.child"),
     ],
 )
+@pytest.mark.slow
 def test_a_broken_program_is_found(right: str, wrong: str) -> None:
     assert SOURCE.count(right) == 1
     broken = SOURCE.replace(right, wrong).replace("false_bits != 0", "meta.who == 0")

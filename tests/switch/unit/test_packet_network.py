@@ -20,6 +20,7 @@ def resends(net: Network) -> list[int]:
 
 
 @pytest.mark.parametrize("mbit", [10, 100, 1000, 4000])
+@pytest.mark.slow
 def test_without_loss_every_packet_crosses_each_link_once(mbit: int) -> None:
     net, count = Network(8, mbit * MBIT), 1500
     seconds = net.run(count, count)
@@ -32,6 +33,7 @@ def test_without_loss_every_packet_crosses_each_link_once(mbit: int) -> None:
 
 
 @pytest.mark.parametrize(("loss", "goal"), [(0.0001, 0.97), (0.001, 0.93), (0.01, 0.75)])
+@pytest.mark.slow
 def test_losses_are_repaired_within_a_round_trip(loss: float, goal: float) -> None:
     count, seconds = 6000, list[float]()
     for share in (0.0, loss):
@@ -41,6 +43,7 @@ def test_losses_are_repaired_within_a_round_trip(loss: float, goal: float) -> No
     assert seconds[0] / seconds[1] >= goal
 
 
+@pytest.mark.slow
 def test_a_switch_with_a_short_queue_is_not_overrun_for_long() -> None:
     net = Network(8, 100 * MBIT, queue=QUEUE_NBYTES // 4)
     net.run(6000, 6000)

@@ -102,6 +102,7 @@ class Tree:
 
 @pytest.mark.parametrize("lost", [0.0, 0.01, 0.2])
 @pytest.mark.parametrize("leaves", [[1], [2], [2, 3]], ids=str)
+@pytest.mark.slow
 def test_sums_are_exact_despite_losses(leaves: list[int], lost: float) -> None:  # Rule 1
     for seed in range(4):
         Tree(leaves, seed, lost).run()

@@ -60,6 +60,7 @@ EVENT = st.one_of(st.lists(PACKET, min_size=1, max_size=12), st.integers(0, 11),
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 5), st.integers(1, 4), st.lists(EVENT, max_size=12), st.integers(0, 9))
+@pytest.mark.slow
 def test_both_tables_answer_any_packets_equally(
     slots: int, children: int, events: list[list[Sent] | int | str], seed: int
 ) -> None:
@@ -80,6 +81,7 @@ def test_both_tables_answer_any_packets_equally(
 
 
 @pytest.mark.parametrize("children", [1, 2, 5, 64])
+@pytest.mark.slow
 def test_both_tables_agree_over_a_long_job(children: int) -> None:
     """Numbers advance as in a job, with many late or repeated packets."""
     random, both, answers, acked = np.random.default_rng(children), Both(16, children, 1), 0, 0

@@ -138,6 +138,7 @@ class Pipe:
 
 @pytest.mark.parametrize("trip_s", [1e-4, 0.02, 0.1])
 @pytest.mark.parametrize("mbit", [10, 50, 100, 400])
+@pytest.mark.slow
 def test_the_window_fills_the_link_and_not_its_queue(mbit: int, trip_s: float) -> None:
     rate = mbit * 1e6 / 8 / 1498
     pipe = Pipe(sender_of(1 << 30), rate, trip_s)

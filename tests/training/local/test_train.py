@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from roadtrain.errors import (
 from roadtrain.training import verify
 from roadtrain.training.metrics import Metrics, read_metrics
 from roadtrain.training.train import train
+from tests.support.warm_python import warm_python
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # it leaves a thread
@@ -388,7 +388,7 @@ def stop_after(job: Job, steps: int) -> None:
 
 def test_ctrl_c_on_the_command_line(path: Path) -> None:
     job = job_of(path)
-    command = [sys.executable, "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
+    command = [warm_python(), "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env

@@ -126,6 +126,7 @@ def test_a_server_without_a_duty(args: str, capsys: pytest.CaptureFixture[str]) 
         ("calibrate cluster.toml unknown.toml", "optimiser"),
     ],
 )
+@pytest.mark.slow
 def test_a_wrong_job_is_refused_before_torch_is_imported(args: str, words: str) -> None:
     code = f"""
 import sys

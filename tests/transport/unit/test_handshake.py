@@ -211,6 +211,7 @@ def flips(at: int) -> Change:
 
 
 @pytest.mark.parametrize("sender", ["client", "server"])
+@pytest.mark.slow
 def test_no_byte_of_a_handshake_can_be_changed_in_transit(sender: str) -> None:  # Rule 8
     lengths: list[int] = []
 

@@ -264,6 +264,7 @@ def test_a_big_payload_of_many_parts_and_types(ends):
     assert ends.got_b.wait_frames(1)[0][2] == data
 
 
+@pytest.mark.slow
 def test_sent_is_called_once_when_the_buffer_is_free(ends):
     buffer, calls = bytearray(300 * KIB), []
     for i in range(20):
@@ -315,6 +316,7 @@ def test_urgent_frames_overtake_frames_not_yet_being_sent(ends):
     assert [int(header) for kind, header, _ in frames if kind == 2] == list(range(3))
 
 
+@pytest.mark.slow
 def test_a_slow_connection_keeps_little_in_kernel_buffers():
     """Including pieces so small that the kernel accepts each at once."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -351,6 +353,7 @@ def test_a_flood_both_ways_with_answers(ends):
     ends.got_b.wait_frames(200)
 
 
+@pytest.mark.slow
 def test_close_sends_queued_frames(ends):
     data, calls = memoryview(bytes(MIB)), []
     for i in range(40):
@@ -367,6 +370,7 @@ def test_close_sends_queued_frames(ends):
     ends.a.close()
 
 
+@pytest.mark.slow
 def test_both_close_at_once(ends):
     for i in range(20):
         ends.a.send(i, b"", [memoryview(bytes(MIB))])
@@ -385,6 +389,7 @@ def test_close_from_a_thread_of_the_link(ends):
     assert not ends.got_b.errors
 
 
+@pytest.mark.slow
 def test_an_error_in_the_receiver_ends_the_link_with_that_error(ends):
     def fail(kind, header, payload):
         raise WireError("kind 1 is not known here")
@@ -399,6 +404,7 @@ def test_an_error_in_the_receiver_ends_the_link_with_that_error(ends):
     assert not calls
 
 
+@pytest.mark.slow
 def test_queued_buffers_are_returned_when_the_link_is_lost(ends):
     ends.got_b.open.clear()
     calls = []
@@ -440,6 +446,7 @@ def listen_on(kind: str, folder: Path, accept, report=print, port=0, **options):
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 @pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.slow
 def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
     """On a busy machine this may take several tries."""
     tries = []
@@ -526,6 +533,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
+@pytest.mark.slow
 def test_connect_fails_without_a_listener_and_waits_for_a_late_one(kind, folder, port):
     listener, connect, options = listen_on(kind, folder, lambda link, hello: Recorder(), port=port)
     listener.close()
@@ -778,6 +786,7 @@ def test_garbage_gets_no_answer(server):
     wait_report(reports, "the client is not a roadtrain process: its first bytes are b'GET / HTTP")
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_byte_by_byte_is_cut_off_at_the_deadline():
     with serving(handshake_s=1.0) as (listener, reports):
         sock, begin = stranger(listener), time.monotonic()
@@ -790,6 +799,7 @@ def test_a_peer_that_sends_byte_by_byte_is_cut_off_at_the_deadline():
         wait_report(reports, "timed out")
 
 
+@pytest.mark.slow
 def test_a_link_whose_other_connections_never_arrive_is_abandoned():
     with serving(handshake_s=1.0) as (listener, reports):
         sock, deadline = stranger(listener), time.monotonic() + 5
@@ -800,6 +810,7 @@ def test_a_link_whose_other_connections_never_arrive_is_abandoned():
         wait_report(reports, "arrived in time")
 
 
+@pytest.mark.slow
 def test_many_strangers_do_not_keep_a_friend_out(server):
     listener, _ = server
     strangers = [stranger(listener) for _ in range(135)]
@@ -983,16 +994,27 @@ def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tcp", "tcp+tls"])
-def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, folder):
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        ("tcp", 3),
+        ("tcp+tls", 61),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("tcp", 1), ("tcp+tls", 29))
+        ),
+    ],
+)
+def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, step, folder):
     """In lengths, headers, payloads and the handshake, in both directions. TLS detects it by
     itself."""
     tls = dataclasses.replace(tls_options(folder)[0]) if "tls" in kind else None
     options = tcp.TcpOptions(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
-    flipped_everywhere(options, folder, 29 if tls else 1)
+    flipped_everywhere(options, folder, step)
 
 
 @pytest.mark.parametrize("bit", range(8))
+@pytest.mark.slow
 def test_a_bit_that_flips_in_a_goodbye_is_found(bit):
     goodbye = pack_head(Head(3, 0, 0, 0, 0))
     for at in range(len(goodbye)):
@@ -1377,6 +1399,7 @@ def test_a_greeting_changed_in_transit_is_detected(field):
 # Floods
 
 
+@pytest.mark.slow
 def test_lines_about_strangers_are_limited_and_counted(server, monkeypatch):
     monkeypatch.setattr(listeners, "WINDOW_S", 1.0)
     monkeypatch.setattr(listeners, "LOOK_S", 0.1)

@@ -150,12 +150,14 @@ def test_a_head_parses_or_is_refused(raw, summed):
 
 @FUZZ
 @given(anything, st.booleans())
+@pytest.mark.slow
 def test_any_bytes_on_one_connection_end_in_a_typed_error(data, summed):
     run(data, summed=summed)
 
 
 @FUZZ
 @given(anything, anything, anything)
+@pytest.mark.slow
 def test_any_bytes_on_three_connections_end_in_a_typed_error(a, b, c):
     run(a, b, c)
 
@@ -166,6 +168,7 @@ def test_any_bytes_on_three_connections_end_in_a_typed_error(a, b, c):
     st.booleans(),
     st.booleans(),
 )
+@pytest.mark.slow
 def test_good_frames_arrive_before_the_end(frames, goodbye, summed):
     data = b"".join(
         packed(i, header, payload, summed) for i, (header, payload) in enumerate(frames)
@@ -181,6 +184,7 @@ def test_good_frames_arrive_before_the_end(frames, goodbye, summed):
     st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=200)), min_size=1, max_size=5),
     st.data(),
 )
+@pytest.mark.slow
 def test_only_frames_before_a_flipped_bit_arrive(frames, data):
     whole = [packed(i, header, payload, True) for i, (header, payload) in enumerate(frames)]
     sent = bytearray(b"".join(whole))
