@@ -58,31 +58,6 @@ def within(value: float, share: float) -> Goal:
     return {"goal": f"within {share:.0%}", "met": abs(value - 1) <= share}
 
 
-def compared(
-    case: str,
-    metric: str,
-    unit: str,
-    ours: float,
-    peer: tuple[str, float],
-    *,
-    more: bool = False,
-    least: float | None = None,
-    of_floor: float | None = None,
-) -> Row:
-    """Build the row of a figure beside that of a peer.
-
-    Args:
-        peer: name and figure of the peer
-        more: a larger figure is better; otherwise, a smaller one is
-        least: goal of the ratio
-        of_floor: the physical limit divided by the figure
-    """
-    name, figure = peer
-    ratio = ours / figure if more else figure / ours
-    goal = at_least(ratio, least, "ratio")
-    return Row(case, metric, unit, ours, figure, name, ratio, of_floor, **goal)
-
-
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

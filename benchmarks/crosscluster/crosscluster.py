@@ -24,7 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.report import Report, Row, at_least, at_most, compared, within
+from benchmarks.common.report import Report, Row, at_least, at_most, within
+from benchmarks.common.rows import row
 from benchmarks.crosscluster import broken as crosscluster_broken
 from benchmarks.crosscluster import losses as crosscluster_losses
 from benchmarks.crosscluster.lab import CPUS, ENVIRONMENTS, HYBRID
@@ -134,5 +135,6 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def _faster(got: Run, peer: Run, name: str, least: float | None = None) -> Row:
-    ours, beside = got.samples_per_s, (name, peer.samples_per_s)
-    return compared(got.case, "samples", "1/s", ours, beside, more=True, least=least)
+    ours, beside = got.samples_per_s, (peer.samples_per_s, name)
+    goal = None if least is None else f"ratio >= {least:g}"
+    return row(got.case, "samples", "1/s", ours, beside, goal=goal, more_is_better=True)

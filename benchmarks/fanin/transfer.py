@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.common.lab import CARRIED, MBIT, RATE, Lab, Measured, Scene
 from benchmarks.common.lab_worker import WorkerSpec
-from benchmarks.common.report import Row, at_least, at_most, compared
+from benchmarks.common.report import Row, at_least, at_most
+from benchmarks.common.rows import row
 from roadtrain.lab import CARRIED as TCP_CARRIED
 
 WIRE = "int32"
@@ -140,7 +141,7 @@ def step_rows(
     floor = unit / CARRIED / run.seconds
     yield Row(case, "step", "S/B", steps, of_floor=floor, **at_most(steps, STEP))
     for name, peer in peers.items():
-        yield compared(case, "step", "s", run.seconds, (name, peer.seconds))
+        yield row(case, "step", "s", run.seconds, (peer.seconds, name))
     yield Row(case, "processors busy, share of all", "", run.busy)
     for role, seconds in run.cpu.items():
         whose = "all workers" if role == "worker" else role

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.children import Child, pause, running, tell
-from benchmarks.common.report import Row, compared
+from benchmarks.common.report import Row
+from benchmarks.common.rows import row
 from benchmarks.fanin import processors
 from benchmarks.fanin.transfer import Bench
 from roadtrain.errors import RoadtrainError
@@ -69,9 +70,9 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 def _rows(kind: str, found: dict[str, tuple[float, float]]) -> Iterator[Row]:
     for how, (ours, forwarded) in found.items():
-        peer = ("a plain forwarder", forwarded)
-        metric = f"{kind}, {how}"
-        yield compared("a switch in one core", metric, "packets/s", ours, peer, more=True)
+        case, metric = "a switch in one core", f"{kind}, {how}"
+        peer = (forwarded, "a plain forwarder")
+        yield row(case, metric, "packets/s", ours, peer, more_is_better=True)
 
 
 def _table_of(program: BpfObject) -> XdpTable:

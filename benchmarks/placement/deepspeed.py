@@ -11,7 +11,6 @@ needs root.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -133,22 +132,14 @@ def train(who: str, steps: int, store: str = "", device: str = "") -> Result:
 
 
 def child(who: str, steps: int, store: str, device: str) -> Result:
-    args = argparse.Namespace(
-        steps=steps,
-        dir=store,
-        rows=model420.BATCH,
-        seq=model420.SEQ,
-        compute=model420.compute_default(),
-        budget=HOST_BUDGET,
-    )
     with ExitStack() as stack:
         if device:  # before the process opens its first file
             stack.enter_context(Throttle([device], RATE, RATE)).enter_process(os.getpid())
         if who == "plain":
-            losses = model420.plain_losses(steps, compute=args.compute)
+            losses = model420.plain_losses(steps, compute=model420.compute_default())
             result: Result = {"system": "torch", "losses": losses, "steps": []}
         elif who == "ours":
-            result = model420.train_ours(args)
+            result = model420.train_ours(steps, store, HOST_BUDGET)
         else:
-            result = importlib.import_module(PEER).train(args)
+            result = importlib.import_module(PEER).train(steps, store)
     return result | {"peak_bytes": peak_bytes()}

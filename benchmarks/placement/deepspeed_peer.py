@@ -8,7 +8,6 @@ are the fastest of all that were tried.
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import Any
 
@@ -23,9 +22,9 @@ import deepspeed
 PORT = 29512
 
 
-def config(rows: int, directory: str) -> dict[str, Any]:
+def config(directory: str) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": rows,
+        "train_micro_batch_size_per_gpu": model420.BATCH,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
         "bf16": {"enabled": True},
@@ -64,7 +63,7 @@ def config(rows: int, directory: str) -> dict[str, Any]:
     }
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
+def train(steps: int, directory: str) -> dict[str, Any]:
     torch.set_num_threads(os.cpu_count() or 1)
     os.environ |= {
         "RANK": "0",
@@ -74,20 +73,18 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "MASTER_PORT": str(PORT),
     }
     deepspeed.init_distributed(dist_backend="gloo")
-    model = model420.build(args.compute)
+    model = model420.build(model420.compute_default())
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config(args.rows, args.dir)
+        model=model, model_parameters=list(model.parameters()), config=config(directory)
     )
-    steps = [
-        model420.run_step(
-            engine, engine.step, model420.batch(step, args.rows, args.seq), engine.backward
-        )
-        for step in range(args.steps)
+    done = [
+        model420.run_step(engine, engine.step, model420.batch(step), engine.backward)
+        for step in range(steps)
     ]
     return {
         "system": f"DeepSpeed {deepspeed.__version__}",
-        "losses": [loss for loss, _ in steps],
-        "steps": [seconds for _, seconds in steps],
+        "losses": [loss for loss, _ in done],
+        "steps": [seconds for _, seconds in done],
     }
 
 

@@ -236,13 +236,14 @@ def train_beside(
         if rate:  # of this process, too, which does not use the device
             throttle = stack.enter_context(Throttle([device], rate, rate))
             throttle.enter_process(os.getpid())
-        [address] = stack.enter_context(serving(Path(directory), SERVER_BUDGET, 1))
+        words = ("--store", str(Path(directory, "store")), "--budget", SERVER_BUDGET)
+        server = stack.enter_context(serving(Path(directory), *words))
         model = model420.build(compute, layers=layers, width=WIDTH, inner=INNER)
         optimizer = stack.enter_context(
             roadtrain.place(
                 model,
                 model420.adamw(model.parameters()),
-                store=roadtrain.Servers([address], retry_s=60),
+                store=roadtrain.Servers([server.address], retry_s=60),
                 host_budget=WORKER_BUDGET,
                 delay=roadtrain.Delay(1) if way == "late" else None,
                 device="cpu",
@@ -253,7 +254,7 @@ def train_beside(
         for number in range(WARM_UP + steps):
             if number == WARM_UP:
                 optimizer.stages()
-                before = served_s(address)
+                before = served_s(server.address)
                 begin, forward, backward = time.perf_counter(), 0.0, 0.0
             x = model420.batch(number, ROWS, seq)
             t0 = time.perf_counter()
@@ -267,7 +268,7 @@ def train_beside(
         total = time.perf_counter() - begin
         stages = {name: stage.seconds for name, stage in optimizer.stages().items()}
         stages |= {"Forward": forward, "Backward": backward}
-        for name, seconds in served_s(address).items():
+        for name, seconds in served_s(server.address).items():
             stages[f"{name} (server)"] = seconds - before.get(name, 0.0)
     return {
         "step_s": total / steps,

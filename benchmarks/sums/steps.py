@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common.children import run_children
 from benchmarks.common.gloo import start_gloo
-from benchmarks.common.report import Row, compared
+from benchmarks.common.report import Row
+from benchmarks.common.rows import row
 from benchmarks.sums.lab import ONE_THREAD, hosts_of, lab, spare_hosts
 from roadtrain.errors import RoadtrainError
 from roadtrain.integrations import horovod as hvd
@@ -95,8 +96,7 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
             ("later", "later, no priorities", "the same without priorities"),
         ]
         for way, peer, name_of_peer in peers:
-            beside = (name_of_peer, took[peer])
-            out.append(compared(case, f"a step, {way}", "s", took[way], beside))
+            out.append(row(case, f"a step, {way}", "s", took[way], (took[peer], name_of_peer)))
         out.append(Row(case, "a step without any exchange", "s", alone))
     return out
 

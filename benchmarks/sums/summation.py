@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from benchmarks.common.children import run_children
 from benchmarks.common.gloo import start_gloo
-from benchmarks.common.report import Report, Row, compared, cores
+from benchmarks.common.report import Report, Row, cores
+from benchmarks.common.rows import row
 from benchmarks.sums import steps as summation_steps
 from benchmarks.sums.lab import ONE_THREAD, PORT, TOKEN, hosts_of, lab, spare_hosts
 from benchmarks.sums.pending_sums import PendingSums
@@ -92,9 +93,9 @@ def _equal_links(
             ours, theirs = (nbytes / run["seconds"] / 1e6 for run in (got, peer))
             whole, met = f"{goal:.2f} of the optimum", share >= goal
             yield Row(case, "goodput", "MB/s", ours, theirs, GLOO, ratio, share, whole, met)
-            beside = (GLOO, peer["seconds"])
-            bar = LEAST_RATIOS.get((n, k))
-            yield compared(case, "a round", "s", got["seconds"], beside, least=bar, of_floor=share)
+            bar = f"ratio >= {LEAST_RATIOS[n, k]:g}" if (n, k) in LEAST_RATIOS else None
+            beside = (peer["seconds"], GLOO)
+            yield row(case, "a round", "s", got["seconds"], beside, goal=bar, of_floor=share)
             metric = "processor time of all hosts, of all cores"
             yield Row(case, metric, "", got["cpu"], peer["cpu"], GLOO)
 
