@@ -40,6 +40,7 @@ def script(run_dir: Path, steps: int) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(WHY is not None, reason=str(WHY))
 def test_the_script_trains_over_both_clusters_and_goes_on(tmp_path: Path) -> None:
     said = script(tmp_path / "run", 2)

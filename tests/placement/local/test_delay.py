@@ -322,8 +322,11 @@ def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
 
 @pytest.mark.parametrize(
     "how",
-    [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"compress": TopK(0.1)}],
-    ids=lambda how: next(iter(how)),
+    [
+        pytest.param({"relay": "256MiB", "local": 2}, marks=pytest.mark.exhaustive, id="relay"),
+        pytest.param({"replicas": 2}, id="replicas"),
+        pytest.param({"compress": TopK(0.1)}, id="compress"),
+    ],
 )
 def test_it_goes_with_all_else(how, tmp_path):
     hosts = [HostProcess(tmp_path / name) for name in "ab"]

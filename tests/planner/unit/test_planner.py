@@ -233,8 +233,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "LLaMA-7B",
         "--batch",
         "8",
-        "--placements",
-        "zero-offload,files",
         "--out",
         plan,
         "--json",
@@ -381,8 +379,8 @@ def test_hosts_with_eight_fast_ssds(name: str, hosts: int) -> None:
         assert 0 < answer.pick.result.seconds < float("inf")
 
 
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@pytest.mark.exhaustive
+@settings(max_examples=15, deadline=None)
 @given(
     hosts=st.integers(1, 5),
     ssds=st.integers(0, 8),

@@ -90,7 +90,7 @@ def killed_at_a_moment(rng, early, args):
 @pytest.mark.parametrize(
     ("name", "case", "dirs"),
     [
-        ("eager", Case(eager=True), 1),
+        pytest.param("eager", Case(eager=True), 1, marks=pytest.mark.exhaustive),
         ("clipped", Case(clip=0.5, accumulate=2, groups=True), 3),
         ("bf16 scaler", Case(dtype=torch.bfloat16, scaler=True), 2),
         ("late", Case(eager=True, staleness=1), 2),

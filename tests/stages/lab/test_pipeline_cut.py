@@ -36,6 +36,7 @@ def run(network, home, port, count, log):
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_cut_link(tmp_path):
     home = tmp_path / "run"
     home.mkdir()

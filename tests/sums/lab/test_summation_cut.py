@@ -37,6 +37,7 @@ def wait(condition, seconds=30.0):
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_vanishes(tmp_path):
     with Network({name: [LabNic(50e6)] for name in ("w0", "w1", "s0")}) as network:
         spare = f"{network.hosts['s0'].address}:7000"

@@ -141,6 +141,7 @@ def test_horovods_errors_one_after_the_other():
         )
 
 
+@pytest.mark.exhaustive
 def test_horovods_errors_by_three():
     three = run(3, one_after_the_other)
     for found in three:

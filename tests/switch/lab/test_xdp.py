@@ -188,7 +188,7 @@ def network() -> Iterator[Network]:
         yield made
 
 
-@pytest.fixture(params=["generic", "native"])
+@pytest.fixture(params=["generic", pytest.param("native", marks=pytest.mark.exhaustive)])
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     with network() as lab, contextlib.ExitStack() as made:
         yield Scene(lab, made, request.param)

@@ -156,7 +156,7 @@ def whole(tmp_path_factory):
         switch.kill()
 
 
-@pytest.mark.parametrize("whom", [also("worker"), also("server"), "switch for good"])
+@pytest.mark.parametrize("whom", ["worker", also("server"), also("switch for good")])
 # Rule 3, Rule 5
 def test_a_kill_is_noticed_and_nothing_is_lost(whom, whole, hosts, switches, tmp_path):
     case, plan, steps = Case(eager=True), one(switches), 24
@@ -193,7 +193,7 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, whole, hosts, switches, tmp
         assert {s: mine[s] for s in expected} == expected
 
 
-@pytest.mark.parametrize("case", ["the root is gone", "the root stops", also("a rack stops")])
+@pytest.mark.parametrize("case", ["the root is gone", also("the root stops"), also("a rack stops")])
 def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, switches, tmp_path):
     """Not the device: the error says which switch, since when, and what to do. Rule 5."""
     [host], (root, rack) = hosts(1), switches(2)

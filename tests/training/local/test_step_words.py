@@ -92,8 +92,11 @@ def workers(tmp_path, hosts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"optimizer.delay": 1}, {"servers.relay": "64MiB"}],
-    ids=["directly", "late", "by a relay"],
+    [
+        pytest.param({}, id="directly"),
+        pytest.param({"optimizer.delay": 1}, marks=pytest.mark.exhaustive, id="late"),
+        pytest.param({"servers.relay": "64MiB"}, marks=pytest.mark.exhaustive, id="by a relay"),
+    ],
 )
 def test_workers_whose_minutes_are_over_end_after_the_same_step(workers, options):
     """The first one's time began earlier; both go on from there."""
