@@ -199,6 +199,8 @@ def training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     steps: Iterable[int],
+    rows: int = BATCH,
+    seq: int = SEQ,
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Train the given steps as a user would. Returns (losses, measurements of each step as in
     `run_step`).
@@ -208,7 +210,7 @@ def training(
         optimizer.step()
         optimizer.zero_grad()
 
-    results = [run_step(model, update, batch(step)) for step in steps]
+    results = [run_step(model, update, batch(step, rows, seq)) for step in steps]
     return [loss for loss, _ in results], [parts for _, parts in results]
 
 
