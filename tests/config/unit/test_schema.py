@@ -119,7 +119,8 @@ def test_a_wrong_value_of_any_key_is_refused(name: str, way: tuple[str | int, ..
         same = type(read) is type(wrong) or isinstance(wrong, dict) or wrong in ([], "")
         listed = isinstance(read, list | tuple) and (not wrong or isinstance(wrong, str | list))
         size = isinstance(wrong, int) and read == str(wrong)
-        assert same or listed or size or isinstance(read, float), (wrong, read)
+        number = isinstance(wrong, int | float) and isinstance(read, float) and read == float(wrong)
+        assert same or listed or size or number, (wrong, read)
         assert type(wrong) is bool or read is not True or isinstance(wrong, dict)
 
 
@@ -141,8 +142,6 @@ def test_an_unknown_key_at_any_depth_gets_the_nearest_as_a_hint() -> None:
 
 
 def test_a_wrong_table_raises_a_roadtrain_error() -> None:
-    pairs = itertools.product(FILES.values(), (None, [], "x", 3))
-    for (_, make, _), wrong in pairs:
-        if wrong is not None:
-            with pytest.raises(RoadtrainError):
-                make({"hosts": wrong, "placement": wrong, "model": wrong})
+    for (_, make, _), wrong in itertools.product(FILES.values(), ([], "x", 3)):
+        with pytest.raises(RoadtrainError):
+            make({"hosts": wrong, "placement": wrong, "model": wrong})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import tomllib
@@ -688,8 +689,10 @@ def test_zero_and_negative_values_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:  # Rule 6
     assert cli.main(words) == 2
-    printed = capsys.readouterr().err
-    assert words[-1] in printed or "--seq-len" in printed
+    printed, (option, value) = capsys.readouterr().err, words[-2:]
+    assert option in printed or option.removeprefix("--").replace("-", "_") in printed
+    said = re.search(rf"(not|have) {value}\b|\({value}\)", printed)
+    assert said or "--job" in words  # a job has no --seq-len, of whatever value
 
 
 CARD = {"flops": "312TFLOP/s", "memory": "80GB", "memory_rate": "2TB/s", "copy": "25GB/s"}

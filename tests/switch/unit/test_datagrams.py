@@ -164,9 +164,9 @@ def test_sending_to_an_absent_peer_is_no_error(host):
 
 def test_packets_above_the_path_mtu_are_refused():
     ours = open_socket()
-    for nbytes, count in ((70_000, 1), (65_530, 1)):
-        with pytest.raises(ConfigError, match=rf"{nbytes + 28}|{nbytes}"):
-            ours.send(np.zeros(nbytes * count, np.uint8), nbytes, ("127.0.0.1", 9))
+    for nbytes in (70_000, 65_530):
+        with pytest.raises(ConfigError, match=f"need an MTU of {nbytes + 28} bytes, but .* 65535"):
+            ours.send(np.zeros(nbytes, np.uint8), nbytes, ("127.0.0.1", 9))
     ours.close()
 
 
