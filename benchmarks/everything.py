@@ -134,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RoadtrainError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command with the same --date continues", file=sys.stderr)
+        return 130
     print(f"failed: {', '.join(failed)}" if failed else "all done", flush=True)
     return 1 if failed else 0
 
