@@ -152,9 +152,8 @@ def test_a_rate_applies_both_ways_and_changes_while_running(echo: Echo) -> None:
             seconds(peer, 1_000_000)
             return time.perf_counter() - begin
 
-        assert_takes(
-            0.3, 0.6, raise_the_rate
-        )  # the new rate applies to pieces that are already queued
+        # the new rate applies to pieces that are already queued
+        assert_takes(0.3, 0.6, raise_the_rate)
 
 
 def test_connections_share_the_rate(echo: Echo) -> None:

@@ -237,5 +237,5 @@ def test_a_job_reports_its_downcast_and_verify_compares_everything(hosts, tmp_pa
     assert "lossy: gradients travel as bf16" in lines
     lines.clear()
     assert verify.verify(job, 2, lines.append)
-    assert sum("are bit-identical" in printed for printed in lines) == 2
-    assert not any("lossy" in printed for printed in lines)
+    assert sum("are bit-identical" in line for line in lines) == 2
+    assert not any("lossy" in line for line in lines)

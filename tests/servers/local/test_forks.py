@@ -40,9 +40,8 @@ def test_a_server_that_lagged_waits_for_the_other(cluster, alone):
     two = cluster(2)
     two.train(2, **ONE_WORKER)
     two.lose(1, keep=True)
-    two.train(
-        4, **ONE_WORKER
-    )  # server 0 may train alone: the last session ended in order and permitted it
+    # server 0 may train alone: the last session ended in order and permitted it
+    two.train(4, **ONE_WORKER)
     two.lose(0, keep=True)
     two.restart(1)
     error = refused(two, 6, retry_s=2)

@@ -238,9 +238,7 @@ def test_workers_wait_while_the_store_is_filled(host, tmp_path, monkeypatch):
     assert pauses[-1] - pauses[0] > 4.5
 
 
-def test_workers_end_at_their_deadline_if_the_store_makes_no_progress(
-    host, tmp_path, monkeypatch
-):  # Rule 5
+def test_workers_end_at_their_deadline_without_progress(host, tmp_path, monkeypatch):  # Rule 5
     """The server is free again once its device answers."""
     server, go, real = host(), threading.Event(), server_session.create_part
     monkeypatch.setattr(

@@ -57,9 +57,7 @@ def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule
         for name in CASES
     ],
 )
-def test_three_workers_have_the_same_losses_with_any_number_of_servers(
-    name, counts, hosts, tmp_path
-):  # Rule 1
+def test_losses_of_three_workers_do_not_depend_on_servers(name, counts, hosts, tmp_path):  # Rule 1
     case, results = CASES[name], []
     for servers in counts:
         home = tmp_path / f"with{servers}"

@@ -40,9 +40,8 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def lab():
-    with broken.clusters(
-        patience=5.0
-    ) as clusters:  # a rank that waits longer ends with the same sentence
+    # a rank that waits longer ends with the same sentence
+    with broken.clusters(patience=5.0) as clusters:
         yield clusters
 
 

@@ -59,9 +59,7 @@ POINTS = [
 
 
 @pytest.mark.parametrize("fault", POINTS, ids=lambda f: f"{f.kind}-{f.at}-of-{f.rank}")
-def test_a_pipeline_killed_at_a_point_repeats_the_same_losses(
-    fault, undisturbed, tmp_path
-):  # Rule 3
+def test_a_pipeline_killed_at_a_point_repeats_its_losses(fault, undisturbed, tmp_path):  # Rule 3
     home = tmp_path / "run"
     killed_and_resumed(home, fault)
     assert losses(home) == undisturbed
@@ -191,10 +189,8 @@ def test_a_cluster_that_stops_ends_the_others(stopped, tmp_path):  # Rule 5
         job.stop(rank)
     results = job.join(wait_s=2 * deadline_s, but=stopped)
     took = time.monotonic() - stopped_at
-    assert took < deadline_s + grace_s + room_s, (
-        took,
-        results,
-    )  # one wait and the end of a process
+    # one wait and the end of a process
+    assert took < deadline_s + grace_s + room_s, (took, results)
     for rank in {0, 1, 2, 3} - {*stopped}:
         assert results[rank].startswith(("DeadlineError: ", "LostError: ")), results
         assert "stage" in results[rank] and "step" in results[rank] and "rank" in results[rank], (
