@@ -284,9 +284,8 @@ def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
             and time.monotonic() < until
         ):
             time.sleep(0.02)
-        if running.processes[
-            0
-        ].is_alive():  # the worker had not connected to the server yet and continues without it
+        # the worker had not connected to the server yet and continues without it
+        if running.processes[0].is_alive():
             assert newest(running) >= died + 4, "it hangs"
             running.processes[0].kill()
         running.join(60)

@@ -175,11 +175,8 @@ def test_a_run_resumes_with_other_parallelism(name, two_steps, tmp_path):
     [pytest.param((2, 3), id="second", marks=REST), pytest.param((0, 1), id="first")],
 )
 def test_a_cluster_that_stops_ends_the_others(stopped, tmp_path):  # Rule 5
-    deadline_s, grace_s, room_s = (
-        6.0,
-        1.0,
-        4.0,
-    )  # together less than one wait for each of the two stopped ranks
+    # together less than one wait for each of the two stopped ranks
+    deadline_s, grace_s, room_s = (6.0, 1.0, 4.0)
     limits = {"deadline_s": deadline_s, "grace_s": grace_s}
     spec = PipelineSpec(tmp_path / "run", Parallelism(pp=2, dp=2), 1000, **limits)
     job = PipelineProcesses(spec)
