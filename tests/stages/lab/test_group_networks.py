@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crosscluster.broken import HOSTS, JOB, MBIT
-from roadtrain.lab import LabNic, Network, network_available
+from benchmarks.crosscluster.broken import JOB
+from benchmarks.crosscluster.lab import FAST, HOSTS, HYBRID, SLOW, two_clusters
+from roadtrain.lab import network_available
 
 pytestmark = [
     pytest.mark.lab,
@@ -18,19 +19,14 @@ pytestmark = [
     pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
 ]
 NBYTES = 4 << 20  # of the worker's tensor
-FAST, SLOW = 0, 1  # a host's NICs
 
 
 def test_each_group_sends_over_its_network(tmp_path) -> None:
     """With two stages of two replicas, the sums of a stage use InfiniBand or RoCE and the messages
     between stages use Ethernet. No environment variable names the interface (Rule 6)."""
-    nics = {
-        name: [LabNic(800 * MBIT, f"fast {name[0]}"), LabNic(50 * MBIT, "ethernet")]
-        for name in HOSTS
-    }
     (tmp_path / "job.toml").write_text(JOB)
     command = [sys.executable, str(Path(__file__).parents[2] / "support" / "group_worker.py")]
-    with Network(nics) as network:
+    with two_clusters(HYBRID) as network:
         hosts = [network.hosts[name] for name in HOSTS]
         workers = [
             host.run(
