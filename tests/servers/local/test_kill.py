@@ -84,7 +84,7 @@ def kill_at_a_moment(rng, early, args):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "killed",
+    "kill",
     [kill_at_a_call, pytest.param(kill_at_a_moment, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize(

@@ -344,7 +344,7 @@ def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"stages": "best"}, "`stages` cannot be 'best'"),
         ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "number of stores is 1"),
