@@ -67,10 +67,10 @@ class Child:
                 env={**os.environ, **env},
             )
         assert self.process.stdout is not None
-        self.told = self.process.stdout  # the lines that the process tells
+        self.values = self.process.stdout  # a line for each value that the process sends
 
     def wait_for(self, what: str, within_s: float | None = None) -> Any:
-        """Wait for the value that the process tells under the name `what`: its "result", or None
+        """Wait for the value that the process sends under the name `what`: its "result", or None
         for a pause. See `wait_for_all`.
         """
         return wait_for_all([self], what, within_s)[0]
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def wait_for_all(children: Sequence[Child], what: str, within_s: float | None = None) -> list[Any]:
-    """Wait until each process has told a value under the name `what`, and return the values.
+    """Wait until each process has sent a value under the name `what`, and return the values.
 
     Raises:
         DeadlineError: `within_s` seconds have passed
@@ -106,12 +106,12 @@ def wait_for_all(children: Sequence[Child], what: str, within_s: float | None = 
     until = None if within_s is None else time.monotonic() + within_s
     found: dict[Child, Any] = {}
     while len(found) < len(children):
-        waiting = {child.told: child for child in children if child not in found}
+        waiting = {child.values: child for child in children if child not in found}
         left_s = None if until is None else max(0.0, until - time.monotonic())
         ready, _, _ = select.select(list(waiting), [], [], left_s)
         if not ready:
             names = ", ".join(child.name for child in waiting.values())
-            raise DeadlineError(f"{names} did not tell {what!r} within {within_s:.0f} s")
+            raise DeadlineError(f"{names} did not send {what!r} within {within_s:.0f} s")
         for stream in ready:
             word, _, value = stream.readline().partition(" ")
             if not word:
@@ -206,14 +206,14 @@ def run_children(
 # in a child process
 
 
-def tell(what: str, value: Any = None) -> None:
+def send_value(what: str, value: Any = None) -> None:
     """Send a value to the parent. At most one value may be on its way."""
     print(what, json.dumps(value), file=sys.__stdout__, flush=True)
 
 
 def pause(what: str) -> None:
     """Tell the parent that `what` is reached, and wait until the parent lets this process go on."""
-    tell(what)
+    send_value(what)
     sys.stdin.readline()
 
 
@@ -226,7 +226,9 @@ def requests() -> Iterator[Any]:
 def main() -> None:
     module, function, arguments = sys.argv[1:]
     sys.stdout = sys.stderr
-    tell("result", getattr(importlib.import_module(module), function)(**json.loads(arguments)))
+    send_value(
+        "result", getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    )
 
 
 # memory

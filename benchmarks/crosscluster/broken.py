@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.children import Child, requests, running, tell, wait_for_all
+from benchmarks.common.children import Child, requests, running, send_value, wait_for_all
 from benchmarks.common.report import Row
 from benchmarks.crosscluster.lab import HOSTS, HYBRID, START_S, two_clusters
 from roadtrain.errors import RoadtrainError
@@ -232,11 +232,11 @@ def _seconds(ends: dict[str, RankEnd]) -> float:
 
 
 def preflights() -> None:
-    """Run one preflight for each request of the parent, the fields of a `RankStart`, and tell its
+    """Run one preflight for each request of the parent, the fields of a `RankStart`, and send its
     outcome.
     """
     real = time.time
-    tell("imported")
+    send_value("imported")
     for request in requests():
         start = RankStart(**request)
         os.environ |= {
@@ -246,7 +246,7 @@ def preflights() -> None:
             "MASTER_PORT": str(start.port),
         }
         time.time = lambda ahead=start.clock_s: real() + ahead  # type: ignore[misc]
-        tell("end", vars(_preflight(start.job, start.patience)))
+        send_value("end", vars(_preflight(start.job, start.patience)))
 
 
 def _preflight(job: str, patience: float) -> RankEnd:

@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 
-from benchmarks.common.children import tell
+from benchmarks.common.children import send_value
 from roadtrain.switch.packets import MAGIC, Kind
 
 ETH_P_IP, ETH_P_ALL, SO_ATTACH_FILTER, OUTGOING = 0x0800, 3, 26, 4
@@ -48,7 +48,7 @@ def count(device: str) -> dict[str, float]:
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, attached)
         sock.bind((device, ETH_P_ALL))
-        tell("ready")
+        send_value("ready")
         begin, found = time.monotonic(), {"sent": 0.0, "received": 0.0}
         while True:
             ready, _, _ = select.select([sock, sys.stdin], [], [])

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.children import Child, pause, running, tell
+from benchmarks.common.children import Child, pause, running, send_value
 from benchmarks.common.report import Row
 from benchmarks.common.rows import row
 from benchmarks.fanin import processors
@@ -222,7 +222,7 @@ def user_space(sums: bool, parent: str) -> float:
     packets.seal(out, PACKET_NBYTES, 1, KEY)
     right = packets.verify(out, PACKET_NBYTES, 1, KEY, JOB)
     table.add(out[:PACKET_NBYTES], right, into, 0)
-    tell("ready")
+    send_value("ready")
     begin = None
     while not select.select([sys.stdin], [], [], 0)[0]:
         for _ in range(100):

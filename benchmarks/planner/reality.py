@@ -171,8 +171,8 @@ def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
         threads: number of torch threads of this run
         words: maps an option of the job to its value
     """
-    known: dict[str, Any] = {"run.dir": str(home / f"known{threads}"), **IN_MEMORY}
-    job = job_of({**words, **known})
+    job_options: dict[str, Any] = {"run.dir": str(home / f"known{threads}"), **IN_MEMORY}
+    job = job_of({**words, **job_options})
     found = workers([(subprocess.Popen, job)], home, threads, STEPS)[0]
     kind = "cpu" if threads > 1 else "device"
     host = {"name": "here", "devices": 1, "device": device(1e12, kind), **MEMORY}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.children import Child, requests, running, tell, wait_for_all
+from benchmarks.common.children import Child, requests, running, send_value, wait_for_all
 from benchmarks.common.report import Report, Row, cores
 from benchmarks.common.rows import row
 from roadtrain.device.buffers import Buffer
@@ -220,9 +220,9 @@ def serve() -> None:
     """Make the transfers that the parent process requests."""
     torch.set_num_threads(1)
     node = _Node()
-    tell("ready")
+    send_value("ready")
     for name, *arguments in requests():
-        tell("answer", getattr(node, name)(*arguments))
+        send_value("answer", getattr(node, name)(*arguments))
 
 
 class _Pair:
@@ -234,12 +234,12 @@ class _Pair:
         self._children = children
 
     def ask(self, *both: tuple[Any, ...] | None) -> list[Any]:
-        asked = []
+        receivers = []
         for child, request in zip(self._children, both, strict=True):
             if request is not None:
                 child.go_on(request)
-                asked.append(child)
-        return wait_for_all(asked, "answer", 2 * WAIT_S)
+                receivers.append(child)
+        return wait_for_all(receivers, "answer", 2 * WAIT_S)
 
 
 @contextmanager
