@@ -16,7 +16,7 @@ train: $(READY)
 train-plain: $(READY)
 	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
-# Three tests at a time, since tests wait; then, one after another, those that measure time or need root (the latter skip themselves without).
+# Three tests at a time, since tests wait; then, one after another, those that measure rates or times. Tests that need root skip themselves without.
 # The last line names the tests of both that did not run, and what they need.
 MANY := $(BIN)/pytest -n 3 --dist worksteal
 ALONE := tests/*/local tests/*/lab

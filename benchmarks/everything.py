@@ -126,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=3600, help="seconds for an item")
     parser.add_argument("--quick", action="store_true", help="small sizes: check that all run")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an item's processes end with it
     results = LOGS if args.quick else RESULTS
     results.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RoadtrainError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command with the same --date continues", file=sys.stderr)
+        return 130
     print(f"failed: {', '.join(failed)}" if failed else "all done", flush=True)
     return 1 if failed else 0
 

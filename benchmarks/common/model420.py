@@ -5,9 +5,6 @@ The model is a Llama of transformers. Parameters and gradients are bf16, and Ada
 masters. The text is the standard library's source, read as bytes. This module does NOT import
 DeepSpeed.
 
-    python -m benchmarks.common.model420 --ours --dir D --steps 3 --json OUT   (state in D)
-    python -m benchmarks.common.model420 --plain --steps 3 --json OUT   (reference losses, in RAM)
-
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
 (measured: torch 2.13, AVX2), so a step would measure little besides these products. On such a CPU
 the bf16 parameters are converted to fp32 for each product, activations are fp32, and gradients are
@@ -17,10 +14,7 @@ rounded to bf16. All three systems compute in the same way: results have `comput
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
@@ -220,21 +214,22 @@ def training(
     return [loss for loss, _ in results], [parts for _, parts in results]
 
 
-def train_ours(args: argparse.Namespace) -> dict[str, Any]:
-    model = build(args.compute)
+def train_ours(steps: int, store: str, host_budget: str) -> dict[str, Any]:
+    """Train the model by roadtrain with its state in the directory `store`. Returns the name of the
+    system, and the losses and measurements of all steps.
+    """
+    model = build(compute_default())
     optimizer = roadtrain.place(
         model,
         adamw(model.parameters()),
-        store=args.dir,
+        store=store,
         dtype=torch.bfloat16,
-        host_budget=args.budget,
+        host_budget=host_budget,
         backwards_per_step=1,
     )
-    losses, seconds = training(
-        model, optimizer, range(min(WARM_UP, args.steps)), args.rows, args.seq
-    )
+    losses, seconds = training(model, optimizer, range(min(WARM_UP, steps)))
     optimizer.flush()  # writes of the warm-up steps do not count in the measured ones
-    more, timed = training(model, optimizer, range(WARM_UP, args.steps), args.rows, args.seq)
+    more, timed = training(model, optimizer, range(WARM_UP, steps))
     losses, seconds = losses + more, seconds + timed
     (read, written), began = disk_bytes(), time.perf_counter()
     optimizer.close()  # pending writes belong to the last step
@@ -242,59 +237,3 @@ def train_ours(args: argparse.Namespace) -> dict[str, Any]:
     seconds[-1]["read_bytes"] += disk_bytes()[0] - read
     seconds[-1]["written_bytes"] += disk_bytes()[1] - written
     return {"system": "roadtrain", "losses": losses, "steps": seconds}
-
-
-def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options that roadtrain, DeepSpeed and plain torch have in common, and return the
-    parser.
-    """
-    parser.add_argument("--json", required=True, help="file for the result")
-    parser.add_argument("--dir", help="directory on the measured device")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=BATCH)
-    parser.add_argument("--seq", type=int, default=SEQ)
-    parser.add_argument("--compute", choices=("bf16", "fp32"), default=compute_default())
-    return parser
-
-
-def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes, with pinned, shared and mapped
-    pages.
-    """
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
-    return int(line.split()[1]) * 1024
-
-
-def write_result(result: dict[str, Any], args: argparse.Namespace) -> None:
-    result |= {
-        "peak_bytes": peak_bytes(),
-        "rows": args.rows,
-        "seq": args.seq,
-        "compute": args.compute,
-    }
-    Path(args.json).write_text(json.dumps(result, indent=1))
-
-
-def main(argv: list[str]) -> None:
-    parser = arguments(
-        argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--ours", action="store_true")
-    which.add_argument("--plain", action="store_true")
-    parser.add_argument("--budget", default="2.25GiB")
-    args = parser.parse_args(argv)
-    if args.ours:
-        result = train_ours(args)
-    else:
-        losses = plain_losses(args.steps, args.rows, args.seq, args.compute)
-        result = {"system": "torch", "losses": losses, "steps": []}
-    write_result(result, args)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -15,6 +15,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import TypedDict
 
 import psutil
 
@@ -33,6 +34,28 @@ class Row:
     of_floor: float | None = None
     goal: str | None = None
     met: bool | None = None
+
+
+class Goal(TypedDict, total=False):
+    """The fields of a row that has a goal."""
+
+    goal: str
+    met: bool
+
+
+def at_least(value: float, least: float | None, what: str = "ours") -> Goal:
+    """Return the goal that `value`, called `what`, is at least `least`; no goal if that is None."""
+    return {} if least is None else {"goal": f"{what} >= {least:g}", "met": value >= least}
+
+
+def at_most(value: float, most: float | None, what: str = "ours") -> Goal:
+    """Return the goal that `value`, called `what`, is at most `most`; no goal if that is None."""
+    return {} if most is None else {"goal": f"{what} <= {most:g}", "met": value <= most}
+
+
+def within(value: float, share: float) -> Goal:
+    """Return the goal that a ratio differs from 1 by at most `share`."""
+    return {"goal": f"within {share:.0%}", "met": abs(value - 1) <= share}
 
 
 def cores() -> int:

@@ -2,31 +2,27 @@
 
 The lab has two clusters of two hosts: InfiniBand in one cluster, RoCE in the other, and Ethernet
 between them.
-
-    python -m benchmarks.crosscluster.broken     prints each set-up with its seconds and its error
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.children import Child, requests, running, send_value, wait_for_all
+from benchmarks.common.report import Row
+from benchmarks.crosscluster.lab import HOSTS, HYBRID, START_S, two_clusters
 from roadtrain.errors import RoadtrainError
-from roadtrain.lab import LabHost, LabNic, Network
+from roadtrain.lab import LabHost, Network
 from roadtrain.stages.rank_meeting import MEET_S
 from roadtrain.training.preflight_command import command
 
-MBIT = 1e6 / 8
-HOSTS = ("a0", "a1", "b0", "b1")
 LIMIT_S = 30.0
 NETWORKS = """
 [[parallelism.networks]]
@@ -93,34 +89,12 @@ class Clusters:
     """The network of the two clusters, with a preflight process on each host."""
 
     network: Network
-    home: Path
-    workers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    workers: dict[str, Child]
+    patience: float  # seconds that ranks wait for others
     port: int = 29500
-    patience: float = MEET_S  # seconds that ranks wait for others
 
     def host(self, name: str) -> LabHost:
         return self.network.hosts[name]
-
-    def start(self) -> None:
-        words = [sys.executable, "-m", "benchmarks.crosscluster.broken", "worker"]
-        for name in HOSTS:
-            with (self.home / f"errors of {name}").open("w") as errors:
-                self.workers[name] = self.host(name).run(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-                )
-        for name in HOSTS:
-            self.answer(name)
-
-    def answer(self, name: str) -> Any:
-        stream = self.workers[name].stdout
-        assert stream is not None
-        line = stream.readline()
-        if not line:
-            raise RoadtrainError(
-                f"the preflight process on host {name} ended: "
-                f"{(self.home / f'errors of {name}').read_text()[-3000:]}"
-            )
-        return json.loads(line)
 
     def run(
         self, job: str = JOB, *, hosts: Sequence[str] = HOSTS, **changes: dict[str, Any]
@@ -144,19 +118,9 @@ class Clusters:
                 **changes.get("every", {}),
                 **changes.get(name, {}),
             }
-            stream = self.workers[name].stdin
-            assert stream is not None
-            stream.write(json.dumps(start) + "\n")
-            stream.flush()
-        return {name: RankEnd(**self.answer(name)) for name in hosts}
-
-    def stop(self) -> None:
-        for worker in self.workers.values():
-            worker.kill()
-            worker.wait()
-            for stream in (worker.stdin, worker.stdout):
-                assert stream is not None
-                stream.close()
+            self.workers[name].go_on(start)
+        ends = wait_for_all([self.workers[name] for name in hosts], "end", START_S)
+        return {name: RankEnd(**end) for name, end in zip(hosts, ends, strict=True)}
 
 
 @contextlib.contextmanager
@@ -164,20 +128,11 @@ def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
     """Run the network and its processes during the `with` block. `patience`: seconds that a rank
     waits for the others in each preflight.
     """
-    nics = {
-        name: [
-            LabNic((800 if name[0] == "a" else 600) * MBIT, f"fast {name[0]}"),
-            LabNic(50 * MBIT, "ethernet"),
-        ]
-        for name in HOSTS
-    }
-    with tempfile.TemporaryDirectory() as home, Network(nics) as network:
-        made = Clusters(network, Path(home), patience=patience)
-        try:
-            made.start()
-            yield made
-        finally:
-            made.stop()
+    with tempfile.TemporaryDirectory() as home, two_clusters(HYBRID) as network:
+        hosts = [network.hosts[name] for name in HOSTS]
+        with running(preflights, [{}] * len(HOSTS), Path(home), hosts=hosts) as workers:
+            wait_for_all(workers, "imported", START_S)
+            yield Clusters(network, dict(zip(HOSTS, workers, strict=True)), patience)
 
 
 def wrong_interface(lab: Clusters) -> dict[str, RankEnd]:
@@ -250,39 +205,40 @@ SCENARIOS: dict[str, Callable[[Clusters], dict[str, RankEnd]]] = {
 }
 
 
-def rows() -> list[dict[str, Any]]:
-    """Run the preflight without a fault and on every broken set-up, and return a row for each.
-
-    Each row has the seconds until the last rank ended, the error of rank 0, and the number of ranks
-    that raised the same error.
+def rows() -> list[Row]:
+    """Run the preflight without a fault and on every broken set-up. Each fault must be refused in
+    time, by every rank, and by a sentence that no other fault gets.
     """
     with clusters() as lab:
-        out = [_row("whole", lab.run())]
-        out += [_row(name, scenario(lab)) for name, scenario in SCENARIOS.items()]
+        whole = lab.run()
+        broken = {name: scenario(lab) for name, scenario in SCENARIOS.items()}
+    case = "preflight: seconds until all ranks have ended, and the sentence of the first"
+    fine = not any(end.sentence for end in whole.values())
+    out = [Row(case, "nothing is broken", "s", _seconds(whole), goal="accepted", met=fine)]
+    sentences = [ends["a0"].sentence for ends in broken.values()]
+    goal = f"refused within {LIMIT_S:.0f} s by a sentence of its own"
+    for name, ends in broken.items():
+        sentence, seconds = ends["a0"].sentence, _seconds(ends)
+        refused = all(end.sentence for end in ends.values()) and seconds < LIMIT_S
+        met = refused and sentences.count(sentence) == 1
+        out.append(
+            Row(case, f"{name}: {' '.join(sentence.split())}", "s", seconds, goal=goal, met=met)
+        )
     return out
 
 
-def _row(name: str, outcomes: dict[str, RankEnd]) -> dict[str, Any]:
-    sentence = outcomes["a0"].sentence
-    return {
-        "scenario": name,
-        "seconds": round(max(rank.seconds for rank in outcomes.values()), 2),
-        "sentence": sentence,
-        "ranks": len(outcomes),
-        "agree": sum(rank.sentence == sentence for rank in outcomes.values()),
-        "refused": all(rank.sentence for rank in outcomes.values()),
-    }
+def _seconds(ends: dict[str, RankEnd]) -> float:
+    return round(max(end.seconds for end in ends.values()), 2)
 
 
-def worker() -> None:
-    """Run one preflight for each line of stdin (a `RankStart` as JSON), and print its outcome as
-    JSON.
+def preflights() -> None:
+    """Run one preflight for each request of the parent, the fields of a `RankStart`, and send its
+    outcome.
     """
-    out = os.fdopen(os.dup(1), "w")
     real = time.time
-    print(json.dumps("ready"), file=out, flush=True)
-    for line in sys.stdin:
-        start = RankStart(**json.loads(line))
+    send_value("imported")
+    for request in requests():
+        start = RankStart(**request)
         os.environ |= {
             "RANK": str(start.rank),
             "WORLD_SIZE": str(start.world_size),
@@ -290,8 +246,7 @@ def worker() -> None:
             "MASTER_PORT": str(start.port),
         }
         time.time = lambda ahead=start.clock_s: real() + ahead  # type: ignore[misc]
-        outcome = _preflight(start.job, start.patience)
-        print(json.dumps(vars(outcome)), file=out, flush=True)
+        send_value("end", vars(_preflight(start.job, start.patience)))
 
 
 def _preflight(job: str, patience: float) -> RankEnd:
@@ -307,16 +262,3 @@ def _preflight(job: str, patience: float) -> RankEnd:
                 sentence = str(error)
         printed = text.read_text()
     return RankEnd(time.monotonic() - begin, sentence, printed)
-
-
-def main() -> None:
-    if sys.argv[1:] == ["worker"]:
-        worker()
-        return
-    for row in rows():
-        print(f"{row['scenario']}: {row['seconds']} s, {row['agree']} of {row['ranks']} ranks:")
-        print(f"    {row['sentence'] or 'no error'}")
-
-
-if __name__ == "__main__":
-    main()

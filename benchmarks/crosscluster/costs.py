@@ -1,8 +1,6 @@
 """Measure the costs of the lab's hosts before the runs of `crosscluster`: the seconds of a layer,
 of everything outside layers and of an update, and the processor seconds per byte sent.
 
-    python -m benchmarks.crosscluster.costs RANK SPEC.json...      (one of the two processes)
-
 Uses two otherwise idle hosts of one cluster. Does NOT measure pipelines, stages or the slow
 network.
 """
@@ -10,13 +8,9 @@ network.
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,9 +18,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from benchmarks.crosscluster.lab import CPUS, START_CPUS
+from benchmarks.common.children import go_on, pause, running, wait_for_all
+from benchmarks.common.gloo import start_gloo
+from benchmarks.crosscluster.lab import CPUS, RUN_S, START_CPUS, START_S
 from benchmarks.crosscluster.model import Batch, ModelSize, RunSpec, next_token_loss
-from roadtrain.errors import RoadtrainError
 from roadtrain.lab import Network
 from roadtrain.stages.data_group import DataGroup
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
@@ -58,44 +53,22 @@ def measure_costs(
     """Measure the costs on the hosts a0 and a1, connected by their first NICs. `home`: directory
     for temporary files.
     """
-    home.mkdir(parents=True, exist_ok=True)
     hosts = [network.hosts[name] for name in HOSTS]
-    for batch in batches:
-        spec = RunSpec("costs", size, batch, master=f"{HOSTS[0]}-eth0", interface="eth0")
-        spec.write(home / f"rows{batch.micro_rows}.json")
-    specs = [str(home / f"rows{batch.micro_rows}.json") for batch in batches]
-    processes: list[subprocess.Popen[str]] = []
-    for rank, host in enumerate(hosts):
+    specs = [
+        RunSpec("costs", size, batch, master=f"{HOSTS[0]}-eth0", interface="eth0")
+        for batch in batches
+    ]
+    for host in hosts:
         host.set_cpus(START_CPUS)
-        words = [sys.executable, "-m", "benchmarks.crosscluster.costs", str(rank), *specs]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        processes.append(host.run(words, **pipes, text=True))
-    try:
-        for process in processes:
-            _line(process, "imported")
-        for process, host in zip(processes, hosts):
+    each = [{"rank": rank, "specs": specs} for rank in range(len(hosts))]
+    with running(measured, each, home, hosts=hosts) as processes:
+        wait_for_all(processes, "imported", START_S)
+        for host in hosts:
             host.set_cpus(CPUS)
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        found = json.loads(_line(processes[0], "costs"))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        go_on(processes)
+        found = processes[0].wait_for("result", RUN_S)
     layer, ends = ({int(rows): s for rows, s in found[what].items()} for what in ("layer", "ends"))
     return HostCosts(**{**found, "layer": layer, "ends": ends})
-
-
-def _line(process: subprocess.Popen[str], what: str) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        word, _, rest = line.partition(" ")
-        if word.strip() == what:
-            return rest
-    raise RoadtrainError(
-        f"a process that measures the lab ended early with exit code {process.wait()}"
-    )
 
 
 # in a measuring process
@@ -159,17 +132,17 @@ def touch_s() -> float:
     return median(seconds[1:]) / (2 * SENT * FP32)
 
 
-def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
-    """Measure the costs in one of two processes, for each of `specs`. Returns the costs on rank 0,
-    and None on rank 1.
+def measured(rank: int, specs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Measure the costs in one of two processes, for each of `specs`. Returns the fields of
+    HostCosts on rank 0, and None on rank 1.
     """
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://{specs[0].master}:{specs[0].port}",
-        rank=rank,
-        world_size=len(HOSTS),
-        timeout=timedelta(seconds=300),
-    )
+    torch.set_num_threads(1)
+    pause("imported")
+    return _measured(rank, [RunSpec.of(spec) for spec in specs])
+
+
+def _measured(rank: int, specs: Sequence[RunSpec]) -> dict[str, Any] | None:
+    start_gloo(rank, len(HOSTS), specs[0].master, specs[0].port, specs[0].interface)
     touch = touch_s() / CPUS  # a host with CPUS processors takes so much longer
     if rank:
         return None
@@ -182,19 +155,5 @@ def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
         layer[rows] = min(max(more, LEAST_S), whole[0] / size.layers)
         ends[rows] = max(0.0, whole[0] - size.layers * layer[rows])
         ratios.append(whole[1] / whole[0])
-    return HostCosts(layer, ends, median(ratios), update_s(fewer, specs[0].batch), touch)
-
-
-def main() -> None:
-    rank, *paths = sys.argv[1:]
-    torch.set_num_threads(1)
-    print("imported", flush=True)
-    sys.stdin.readline()
-    found = measured(int(rank), [RunSpec.read(Path(path)) for path in paths])
-    if found is not None:
-        print("costs", json.dumps(dataclasses.asdict(found)), flush=True)
-    sys.stdin.readline()  # until the parent kills this process
-
-
-if __name__ == "__main__":
-    main()
+    costs = HostCosts(layer, ends, median(ratios), update_s(fewer, specs[0].batch), touch)
+    return dataclasses.asdict(costs)

@@ -13,7 +13,6 @@ NOT emulate latency.
     throttled     one cluster's CPUs at 60 %
     overlap       the optimizer overlapped with the step, compared with the optimizer after the step
     predicted     measured steps of the items above, compared with the simulator's predictions
-    sizes         stage sizes found by search, compared with those of Holmes's formula
     losses        losses of 39 parallelisms, compared with those of one process
     broken        the preflight's errors for eight broken set-ups
 """
@@ -25,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.report import Report, Row
+from benchmarks.common.report import Report, Row, at_least, at_most, within
+from benchmarks.common.rows import row
 from benchmarks.crosscluster import broken as crosscluster_broken
 from benchmarks.crosscluster import losses as crosscluster_losses
-from benchmarks.crosscluster import sizes as crosscluster_sizes
 from benchmarks.crosscluster.lab import CPUS, ENVIRONMENTS, HYBRID
 from benchmarks.crosscluster.model import Batch, ModelSize
 from benchmarks.crosscluster.predicted import host_costs, predictions
@@ -41,7 +40,7 @@ SLOWED = 0.6  # of a throttled cluster's CPUs
 DDP, TORCH = "torch DDP over Ethernet", "torch 1F1B over Ethernet"
 
 
-ITEMS = ("environments", "throttled", "overlap", "predicted", "sizes", "losses", "broken")
+ITEMS = ("environments", "throttled", "overlap", "predicted", "losses", "broken")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
@@ -62,13 +61,13 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
         if "overlap" in items:
             rows += overlapped_optimizer(bench)
         if costs is not None:
+            if not bench.runs:
+                list(four_environments(bench))
             rows += predictions(bench.runs, costs)
-    if "sizes" in items:
-        rows += crosscluster_sizes.rows(quick)
     if "losses" in items:
         rows += crosscluster_losses.rows(quick)
     if "broken" in items:
-        rows += broken_setups()
+        rows += crosscluster_broken.rows()
     return Report("crosscluster", rows)
 
 
@@ -80,17 +79,17 @@ def four_environments(bench: Bench) -> Iterator[Row]:
     torchs = bench.peer("torch's pipeline", "torch_pipeline")
     runs = {name: bench.ours(name, environment) for name, environment in ENVIRONMENTS.items()}
     for name, got in runs.items():
-        goal = 2.5 if name == HYBRID.name else None
-        yield _faster(got, plain, DDP, goal)
-        yield _faster(got, torchs, TORCH, None)
+        yield _faster(got, plain, DDP, 2.5 if name == HYBRID.name else None)
+        yield _faster(got, torchs, TORCH)
     hybrid = runs[HYBRID.name]
     share = hybrid.samples_per_s / runs["all RoCE"].samples_per_s
-    yield _row(hybrid.case, "of all RoCE's samples a second", "", share, ">= 0.85", share >= 0.85)
-    yield _row(hybrid.case, "loss of the last step", "", hybrid.measured.losses[-1])
+    metric = "of all RoCE's samples a second"
+    yield Row(hybrid.case, metric, "", share, **at_least(share, 0.85))
+    yield Row(hybrid.case, "loss of the last step", "", hybrid.measured.losses[-1])
     apart = crosscluster_losses.worst_difference(hybrid.measured.losses, plain.measured.losses)
-    most = crosscluster_losses.WITHIN
-    what = "largest relative difference of losses to DDP's"
-    yield _row(hybrid.case, what, "", apart, f"<= {most:g}", apart <= most)
+    metric = "largest relative difference of losses to DDP's"
+    goal = at_most(apart, crosscluster_losses.WITHIN)
+    yield Row(hybrid.case, metric, "", apart, **goal)
     for got in runs.values():
         yield from _bytes(got)
 
@@ -102,7 +101,9 @@ def _bytes(run: Run) -> Iterator[Row]:
     hosts = list(run.measured.traffic)
     for (rank, nic), figure in sorted(planned.items()):
         got = run.measured.traffic[hosts[rank]][nic].sent
-        yield _within(run.case, f"sent a step by {hosts[rank]}'s eth{nic}", got, figure)
+        metric, ratio = f"sent a step by {hosts[rank]}'s eth{nic}", got / figure
+        goal = within(ratio, 0.02)
+        yield Row(run.case, metric, "MB", got / 1e6, figure / 1e6, "the plan", ratio, **goal)
 
 
 def throttled_cluster(bench: Bench) -> Iterator[Row]:
@@ -114,10 +115,10 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
     }
     got, uniform = runs["measured"], runs["even"]
     yield _faster(got, uniform, "uniform stages", 1.15)
-    yield _faster(got, runs["paper"], "the paper's formula", None)
+    yield _faster(got, runs["paper"], "the paper's formula")
     for how, run in runs.items():
         stages = run.measured.results[0]["stages"]
-        yield _row(got.case, f"layers of the first stage, {how}", "", float(stages[0]))
+        yield Row(got.case, f"layers of the first stage, {how}", "", float(stages[0]))
 
 
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
@@ -133,53 +134,7 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
     yield _faster(on, off, "without overlap", 1.1)
 
 
-def broken_setups() -> Iterator[Row]:
-    """Run item `broken`: the preflight must find the fault in each of several broken set-ups."""
-    case = "preflight: seconds until all ranks have ended, and the sentence of the first"
-    whole, *broken = crosscluster_broken.rows()
-    fine = not whole["refused"] and not whole["sentence"]
-    yield _row(case, "nothing is broken", "s", whole["seconds"], "accepted", fine)
-    sentences = [setup["sentence"] for setup in broken]
-    limit_s = crosscluster_broken.LIMIT_S
-    goal = f"refused within {limit_s:.0f} s by a sentence of its own"
-    for setup in broken:
-        own = setup["refused"] and sentences.count(setup["sentence"]) == 1
-        sentence = " ".join(setup["sentence"].split())
-        met = own and setup["seconds"] < limit_s
-        yield _row(case, f"{setup['scenario']}: {sentence}", "s", setup["seconds"], goal, met)
-
-
-def _faster(got: Run, peer: Run, name: str, goal: float | None) -> Row:
-    ratio = got.samples_per_s / peer.samples_per_s
-    return Row(
-        got.case,
-        "samples",
-        "1/s",
-        got.samples_per_s,
-        peer=peer.samples_per_s,
-        peer_name=name,
-        ratio=ratio,
-        goal=f"ratio >= {goal}" if goal else None,
-        met=ratio >= goal if goal else None,
-    )
-
-
-def _within(case: str, metric: str, got: float, planned: float, share: float = 0.02) -> Row:
-    ratio = got / planned
-    return Row(
-        case,
-        metric,
-        "MB",
-        got / 1e6,
-        peer=planned / 1e6,
-        peer_name="the plan",
-        ratio=ratio,
-        goal=f"within {share:.0%}",
-        met=abs(ratio - 1) <= share,
-    )
-
-
-def _row(
-    case: str, metric: str, unit: str, ours: float, goal: str | None = None, met: bool | None = None
-) -> Row:
-    return Row(case, metric, unit, ours, goal=goal, met=met)
+def _faster(got: Run, peer: Run, name: str, least: float | None = None) -> Row:
+    ours, beside = got.samples_per_s, (peer.samples_per_s, name)
+    goal = None if least is None else f"ratio >= {least:g}"
+    return row(got.case, "samples", "1/s", ours, beside, goal=goal, more_is_better=True)

@@ -6,18 +6,15 @@ worker.py does.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common.children import go_on, running, wait_for_all
 from benchmarks.crosscluster.model import RunSpec
-from roadtrain.errors import DeadlineError, RoadtrainError
+from benchmarks.crosscluster.worker import work
 from roadtrain.lab import LabHost, LabNic, Network, Traffic
 
 MBIT = 1e6 / 8
@@ -74,12 +71,15 @@ ENVIRONMENTS = {
 HYBRID = ENVIRONMENTS["hybrid"]
 
 
-def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS)) -> Network:
+HOSTS = ("a0", "a1", "b0", "b1")
+
+
+def two_clusters(environment: Environment, cpus: Sequence[float] = ()) -> Network:
     """Build the network of two clusters. `cpus`: (processors of each host in the first cluster, in
-    the second cluster).
+    the second cluster); if empty, they are not limited.
     """
-    hosts = {f"{name}{k}": environment.nics(i) for i, name in enumerate("ab") for k in range(2)}
-    limits = {f"{name}{k}": cpus[i] for i, name in enumerate("ab") for k in range(2)}
+    hosts = {name: environment.nics("ab".index(name[0])) for name in HOSTS}
+    limits = {name: cpus["ab".index(name[0])] for name in HOSTS} if cpus else {}
     return Network(hosts, cpus=limits)
 
 
@@ -99,85 +99,27 @@ class Measured:
         return sum(nics[nic].sent for nics in self.traffic.values())
 
 
-class Rank:
-    """A process of a run. At each phase, the process prints a line and waits until `go_on` is
-    called.
-    """
-
-    MODULE = "benchmarks.crosscluster.worker"
-
-    def __init__(self, host: LabHost, spec: Path, rank: int, world: int, home: Path) -> None:
-        self.name = f"rank {rank} on {host.name}"
-        self.errors = home / f"errors{rank}"
-        words = [sys.executable, "-m", self.MODULE, str(spec)]
-        with self.errors.open("w") as errors:
-            self.process = host.run(
-                [*words, str(rank), str(world)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def wait_for(self, what: str, until: float) -> dict[str, Any]:
-        """Wait until the process prints a line that begins with `what`, and return the JSON object
-        after it.
-
-        Args:
-            until: deadline as time.monotonic()
-
-        Raises:
-            DeadlineError: the deadline has passed
-            RoadtrainError: the process ended before the line
-        """
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            word, _, rest = line.partition(" ")
-            if word.strip() == what:
-                return json.loads(rest or "{}")
-            if time.monotonic() > until:
-                raise DeadlineError(f"{self.name} did not print {what!r} before the deadline")
-        raise RoadtrainError(
-            f"{self.name} ended with exit code {self.process.wait()} and did not print {what!r}: "
-            f"{self.errors.read_text()[-3000:]}"
-        )
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
-
 def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
     """Run one process on each host of the network, and return the measurements.
 
     Raises:
         RoadtrainError: a rank failed; the message ends with the last output of the rank
     """
-    home.mkdir(parents=True, exist_ok=True)
-    spec.write(home / "spec.json")
     hosts = list(network.hosts.values())
     limits = [host.limit.cpus for host in hosts if host.limit]
     _limit(hosts, [START_CPUS] * len(hosts))
-    ranks = [Rank(h, home / "spec.json", r, len(hosts), home) for r, h in enumerate(hosts)]
-    try:
-        _all(ranks, "imported", START_S)
+    each = [{"spec": spec, "rank": rank, "world": len(hosts)} for rank in range(len(hosts))]
+    with running(work, each, home, hosts=hosts) as ranks:
+        wait_for_all(ranks, "imported", START_S)
         _limit(hosts, limits)
-        for rank in ranks:
-            rank.go_on()
-        _all(ranks, "ready", START_S + RUN_S)
+        go_on(ranks)
+        wait_for_all(ranks, "ready", START_S + RUN_S)
         before = _traffic(hosts)
-        for rank in ranks:
-            rank.go_on()
-        _all(ranks, "done", RUN_S)
+        go_on(ranks)
+        wait_for_all(ranks, "done", RUN_S)
         after = _traffic(hosts)
-        for rank in ranks:
-            rank.go_on()
-        results = _all(ranks, "result", START_S)
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.communicate()
+        go_on(ranks)
+        results = wait_for_all(ranks, "result", START_S)
     traffic = {
         name: [
             _per_step(now - then, spec.warmup + spec.steps) for now, then in zip(after[name], nics)
@@ -187,11 +129,6 @@ def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
     # a step ends when its last rank has finished
     seconds = [max(of_step) for of_step in zip(*(result["seconds"] for result in results))]
     return Measured(median(seconds), results[-1]["losses"], traffic, results)
-
-
-def _all(ranks: Sequence[Rank], what: str, within_s: float) -> list[dict[str, Any]]:
-    until = time.monotonic() + within_s
-    return [rank.wait_for(what, until) for rank in ranks]
 
 
 def _limit(hosts: Sequence[LabHost], cpus: Sequence[float]) -> None:

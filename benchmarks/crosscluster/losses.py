@@ -1,30 +1,24 @@
 """Item `losses` of `crosscluster`: the losses of many parallelisms, compared with the losses of one
 process. All processes run on this host.
-
-    python -m benchmarks.crosscluster.losses SPECS.json RANK WORLD
 """
 
 from __future__ import annotations
 
-import json
 import math
 import socket
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.report import Row
+from benchmarks.common.children import run_children, serving
+from benchmarks.common.report import Row, at_most
 from benchmarks.crosscluster.model import Batch, ModelSize, RunSpec
 from benchmarks.crosscluster.worker import train
-from roadtrain.errors import RoadtrainError
 from roadtrain.transport.address import write_token
 
 SIZE = ModelSize(layers=8, hidden=64, inner=128, heads=4, vocabulary=256)
@@ -99,53 +93,34 @@ def rows(quick: bool = False) -> list[Row]:
     for name, by in far.items():
         print(f"losses differ by {by:.1e}: {name}", flush=True)
     case = f"losses beside one process, {len(found)} parallelisms, {STEPS} steps"
-    worst = max(apart.values())
+    same, worst = len(found) - len(far), max(apart.values())
+    goal = f"= {len(found)}"
     return [
-        _row(case, "parallelisms with the same losses", "", len(found) - len(far), len(found)),
-        _row(case, "largest relative difference", "", worst, WITHIN, most=True),
-        *composition(single),
+        Row(case, "parallelisms with the same losses", "", same, goal=goal, met=not far),
+        Row(case, "largest relative difference", "", worst, **at_most(worst, WITHIN)),
+        composition(single),
     ]
 
 
-def composition(single: Sequence[float]) -> list[Row]:
+def composition(single: Sequence[float]) -> Row:
     """Compare the losses of three stages, updated by a server, plain data parallel, and streamed
     from files, with those of one process.
     """
-    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name, _server(Path(name)) as at:
-        stores = {
-            "0": {"servers": [at], "token": TOKEN},
-            "2": {"files": [str(Path(name, "files"))]},
-        }
-        three = cell(
-            {"pp": 3, "widths": [2, 2, 1], "stages": [3, 3, 2]}, 4, "composed", stage_stores=stores
-        )
-        (losses,) = losses_of([three]).values()
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
+        home = Path(name)
+        write_token(home / "token", TOKEN.encode())
+        words = ("--store", str(home / "node"), "--token-file", str(home / "token"))
+        with serving(home, *words) as server:
+            stores: dict[str, dict[str, Any]] = {
+                "0": {"servers": [server.address], "token": TOKEN},
+                "2": {"files": [str(home / "files")]},
+            }
+            layout = {"pp": 3, "widths": [2, 2, 1], "stages": [3, 3, 2]}
+            (losses,) = losses_of([cell(layout, 4, "composed", stage_stores=stores)]).values()
     case = "stage 1 under an optimizer node, stage 2 data parallel, stage 3 streamed from files"
     apart = worst_difference(losses, single)
-    return [_row(case, "largest relative difference of losses", "", apart, WITHIN, most=True)]
-
-
-def _row(case: str, metric: str, unit: str, ours: float, goal: float, *, most: bool = False) -> Row:
-    sign, met = ("<=", ours <= goal) if most else ("=", ours == goal)
-    return Row(case, metric, unit, ours, goal=f"{sign} {goal:g}", met=met)
-
-
-@contextmanager
-def _server(home: Path) -> Iterator[str]:
-    """Run a server with an optimizer on this host, and yield its address."""
-    write_token(home / "token", TOKEN.encode())
-    at = f"127.0.0.1:{free_port()}"
-    words = [sys.executable, "-m", "roadtrain.cli", "serve", at, "--store", str(home / "node")]
-    with (
-        (home / "server").open("w") as log,
-        subprocess.Popen(
-            [*words, "--token-file", str(home / "token")], stdout=log, stderr=log
-        ) as server,
-    ):
-        try:
-            yield at
-        finally:
-            server.terminate()
+    metric = "largest relative difference of losses"
+    return Row(case, metric, "", apart, **at_most(apart, WITHIN))
 
 
 def losses_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
@@ -159,40 +134,11 @@ def losses_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
         of_world[cell.world].append(cell)
     found: dict[str, list[float]] = {}
     for world, lot in of_world.items():
-        found |= dict(zip((cell.name for cell in lot), _run(lot, world), strict=True))
+        specs = [replace(cell.spec, port=free_port()) for cell in lot]
+        each = [{"specs": specs, "rank": rank, "world": world} for rank in range(world)]
+        *_, losses = run_children(train_all, each, within_s=TIMEOUT_S)
+        found |= dict(zip((cell.name for cell in lot), losses, strict=True))
     return found
-
-
-def _run(cells: Sequence[Cell], world: int) -> list[list[float]]:
-    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
-        folders = []
-        for k, cell in enumerate(cells):
-            folders.append(Path(name, f"{k}.json"))
-            replace(cell.spec, port=free_port()).write(folders[-1])
-        Path(name, "specs").write_text(json.dumps([str(path) for path in folders]))
-        words = [sys.executable, "-m", "benchmarks.crosscluster.losses", f"{name}/specs"]
-        logs = [Path(name, f"log{rank}") for rank in range(world)]
-        running = [_start([*words, str(r), str(world)], log) for r, log in enumerate(logs)]
-        try:
-            codes = [process.wait(TIMEOUT_S) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        for code, log in zip(codes, logs, strict=True):
-            if code:
-                raise RoadtrainError(
-                    f"a process ended with exit code {code}: {log.read_text()[-3000:]}"
-                )
-        lines = logs[-1].read_text().splitlines()
-    return [
-        json.loads(line.removeprefix("losses ")) for line in lines if line.startswith("losses ")
-    ]
-
-
-def _start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("w") as out:
-        return subprocess.Popen(words, stdout=out, stderr=out)
 
 
 def free_port() -> int:
@@ -201,13 +147,8 @@ def free_port() -> int:
     return port
 
 
-def main() -> None:
-    path, rank, world = sys.argv[1:]
+def train_all(specs: Sequence[Mapping[str, Any]], rank: int, world: int) -> list[list[float]]:
+    """Train every spec as one process of each, and return the losses of each."""
     torch.set_num_threads(1)
-    for spec in json.loads(Path(path).read_text()):
-        result = train(RunSpec.read(Path(spec)), int(rank), int(world), lambda what: None)
-        print("losses", json.dumps(result["losses"]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    results = [train(RunSpec.of(spec), rank, world, lambda what: None) for spec in specs]
+    return [result["losses"] for result in results]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -123,11 +121,8 @@ class RunSpec:
     stage's own ranks.
     """
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
     @classmethod
-    def read(cls, path: Path) -> Self:
-        fields = json.loads(path.read_text())
-        fields["model"], fields["batch"] = ModelSize(**fields["model"]), Batch(**fields["batch"])
-        return cls(**fields)
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the spec with these fields, as a child process gets them."""
+        model, batch = ModelSize(**fields["model"]), Batch(**fields["batch"])
+        return cls(**{**fields, "model": model, "batch": batch})

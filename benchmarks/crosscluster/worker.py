@@ -1,22 +1,12 @@
-"""Process of a run of `crosscluster`: trains with roadtrain or a peer, and writes its step times
+"""Process of a run of `crosscluster`: trains with roadtrain or a peer, and returns its step times
 and losses.
-
-    python -m benchmarks.crosscluster.worker SPEC.json RANK WORLD
-
-The process prints `imported` at the start, `ready` before the first step and `done` after the last
-step. After each of these lines it waits for a line on stdin. At the end it prints `result {...}`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +14,11 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common.children import pause
+from benchmarks.common.gloo import start_gloo
 from benchmarks.crosscluster.model import ModelSize, RunSpec, next_token_loss, optimizer_of
 from benchmarks.crosscluster.ours import Ours
 
-TIMEOUT = timedelta(seconds=300)
 BUCKET_ELEMENTS = 25 << 18  # 25 MiB, like torch's DDP
 
 
@@ -39,15 +30,31 @@ class Training(Protocol):
 
     def settle(self) -> None:
         """Wait until all work of the last step has ended."""
+        return
 
     def details(self) -> dict[str, Any]:
         """Return further results of this rank."""
+        return {}
 
     def close(self) -> None:
         """Stop and release everything that this object started."""
+        return
 
 
-class Single:
+class OverGloo(Training):
+    """A method of training by torch, whose processes communicate over gloo."""
+
+    def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
+        start_gloo(rank, world, spec.master, spec.port, spec.interface)
+
+    def settle(self) -> None:
+        distributed.barrier()
+
+    def close(self) -> None:
+        distributed.destroy_process_group()
+
+
+class Single(Training):
     """Training of the whole model in this process, one micro-batch after another."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -65,22 +72,13 @@ class Single:
         self.optimizer.zero_grad()
         return total
 
-    def settle(self) -> None:
-        pass
 
-    def details(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-class PlainData:
+class PlainData(OverGloo):
     """Training with torch's DistributedDataParallel, without micro-batches."""
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.rank, self.world = spec, rank, world
-        _start_gloo(spec, rank, world)
+        super().__init__(spec, rank, world)
         self.model = DistributedDataParallel(spec.model.build(), init_sync=False)
         self.optimizer = optimizer_of(spec.optimizer, self.model)
 
@@ -94,15 +92,6 @@ class PlainData:
         mean = loss.detach() / self.world
         distributed.all_reduce(mean)
         return mean.item()
-
-    def settle(self) -> None:
-        distributed.barrier()
-
-    def details(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        distributed.destroy_process_group()
 
 
 class LlamaStage(nn.Module):
@@ -131,7 +120,7 @@ class LlamaStage(nn.Module):
         return x
 
 
-class TorchPipeline:
+class TorchPipeline(OverGloo):
     """Training with torch's 1F1B schedule. All processes communicate over the one network interface
     that gloo is configured with.
     """
@@ -141,7 +130,7 @@ class TorchPipeline:
         pp, self.dp = spec.parallelism["pp"], spec.parallelism["dp"]
         self.stage, self.replica = divmod(rank, self.dp)
         self.last = self.stage == pp - 1
-        _start_gloo(spec, rank, world)
+        super().__init__(spec, rank, world)
         data = [distributed.new_group([s * self.dp + r for r in range(self.dp)]) for s in range(pp)]
         pipelines = [
             distributed.new_group([s * self.dp + r for s in range(pp)]) for r in range(self.dp)
@@ -178,26 +167,6 @@ class TorchPipeline:
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_((summed / self.dp).view_as(gradient))
 
-    def settle(self) -> None:
-        distributed.barrier()
-
-    def details(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        distributed.destroy_process_group()
-
-
-def _start_gloo(spec: RunSpec, rank: int, world: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://{spec.master}:{spec.port}",
-        rank=rank,
-        world_size=world,
-        timeout=TIMEOUT,
-    )
-
 
 METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
     "ours": Ours,
@@ -229,18 +198,8 @@ def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) ->
     return {"seconds": seconds, "losses": losses, **details}
 
 
-def _pause(what: str) -> None:
-    print(what, flush=True)
-    sys.stdin.readline()
-
-
-def main() -> None:
-    path, rank, world = sys.argv[1:]
+def work(spec: Mapping[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """Train in a process of a run. Pauses at "imported", and where `train` does."""
     torch.set_num_threads(1)
-    _pause("imported")
-    result = train(RunSpec.read(Path(path)), int(rank), int(world), _pause)
-    print("result", json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    pause("imported")
+    return train(RunSpec.of(spec), rank, world, pause)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 
 import roadtrain
 from benchmarks.common.report import Row, cores
+from benchmarks.fanin.transfer import Bench
 from roadtrain.chunks import Chunk
 from roadtrain.config.job import Job, load_job
 from roadtrain.streaming.split import DTYPES, split, table
@@ -69,16 +69,9 @@ def as_integers(width: int) -> Sum:
         for part in parts:
             fixed_point.quantize(part, "fp32", maxima, workers, width, 0, packets)
             sums += payloads
-        out, all_of_them = np.empty(elements, np.float32), np.ones(count, bool)
-        fixed_point.dequantize(
-            total,
-            all_of_them,
-            np.arange(count),
-            width,
-            workers,
-            maxima,
-            out,
-        )
+        out, complete = np.empty(elements, np.float32), np.ones(count, bool)
+        numbers = np.arange(count)
+        fixed_point.dequantize(total, complete, numbers, width, workers, maxima, out)
         return out
 
     return add
@@ -195,10 +188,11 @@ def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[lis
     return losses, held_out_loss(workers, tokens)
 
 
-def rows(quick: bool = False, **changes: Any) -> list[Row]:
-    """Train with every number format and compare the losses. `changes`: options of the job."""
+def rows(bench: Bench) -> list[Row]:
+    """Train with every number format and compare the losses."""
+    quick = bench.quick
     steps, tail = (12, 4) if quick else (STEPS, TAIL)
-    shorter = {"data.seq_len": SEQ_LEN, "data.batch_size": 1, **changes}
+    shorter = {"data.seq_len": SEQ_LEN, "data.batch_size": 1}
     job = load_job(str(JOB), {"run.dir": "runs/fanin-convergence", "run.device": "cpu", **shorter})
     if quick:
         job = job.changed({"data.seq_len": 32, "model.config.num_hidden_layers": 2})
@@ -218,7 +212,7 @@ def rows(quick: bool = False, **changes: Any) -> list[Row]:
 
 
 def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Row:
-    return Row(case, metric, "nats", losses[way], losses["fp32"], "fp32", *[None] * 4)
+    return Row(case, metric, "nats", losses[way], losses["fp32"], "fp32")
 
 
 def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
@@ -227,4 +221,4 @@ def _against(case: str, way: str, losses: Mapping[str, float], goal: float | Non
     """
     off = losses[way] / losses["fp32"] - 1
     bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)
-    return Row(case, f"{way}, against fp32", "%", 100 * off, None, None, None, None, bar, met)
+    return Row(case, f"{way}, against fp32", "%", 100 * off, goal=bar, met=met)

@@ -1,21 +1,17 @@
-"""Count the bytes of the fan-in's heartbeats that a network device sends and receives.
-
-    python -m benchmarks.fanin.count DEVICE       (on a host of the lab)
-
-The process prints `ready`, waits for a line, and prints `beats {...}` with the bytes of whole
+"""Count the bytes of the fan-in's heartbeats that a network device sends and receives, as whole
 frames. Needs root.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import select
 import socket
 import struct
 import sys
 import time
 
+from benchmarks.common.children import send_value
 from roadtrain.switch.packets import MAGIC, Kind
 
 ETH_P_IP, ETH_P_ALL, SO_ATTACH_FILTER, OUTGOING = 0x0800, 3, 26, 4
@@ -43,8 +39,8 @@ def _program() -> bytes:
 
 
 def count(device: str) -> dict[str, float]:
-    """Count the bytes of heartbeats until a line arrives on stdin. Returns {"sent", "received",
-    "seconds"}.
+    """Count the bytes of heartbeats until the parent lets this process go on. Returns {"sent",
+    "received", "seconds"}.
     """
     program = _program()
     memory = ctypes.create_string_buffer(program)
@@ -52,7 +48,7 @@ def count(device: str) -> dict[str, float]:
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, attached)
         sock.bind((device, ETH_P_ALL))
-        print("ready", flush=True)
+        send_value("ready")
         begin, found = time.monotonic(), {"sent": 0.0, "received": 0.0}
         while True:
             ready, _, _ = select.select([sock, sys.stdin], [], [])
@@ -61,11 +57,3 @@ def count(device: str) -> dict[str, float]:
                 found["sent" if kind == OUTGOING else "received"] += len(frame)
             elif ready:
                 return {**found, "seconds": time.monotonic() - begin}
-
-
-def main() -> None:
-    print("beats", json.dumps(count(sys.argv[1])), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,7 @@ from benchmarks.fanin.machines import (
     sender_state,
     sender_step,
 )
-from benchmarks.fanin.upwards import Variant
+from benchmarks.fanin.upwards import Variant, with_part
 from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, NumberedSender, combined, merged
 from roadtrain.switch.protocol.switch import SwitchStateMachine
 
@@ -72,19 +72,19 @@ class Downwards:
             yield from self._worker(state, worker)
         restarted, _ = self.switch.step(state[SWITCH], self.switch.event(RESTART))
         if restarted != state[SWITCH]:
-            yield ("restarts",), _with(state, SWITCH, restarted), ""
+            yield ("restarts",), with_part(state, SWITCH, restarted), ""
 
     def _sender(self, state: State) -> Iterator[Step]:
         """Yield every step of the sender: it sends a packet or receives a heartbeat."""
         part = state[SENDER]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
-            yield ("sends", number), _with(state, SENDER, to), self._beyond(state, number)
+            yield ("sends", number), with_part(state, SENDER, to), self._beyond(state, number)
         for beat in self.merged_beats(state[SENT_UP]):
             to, _ = self.senders.step(part, self.senders.event(beat))
             if to != part:
                 last = self.senders.states[to][4] - 1  # the greatest number sent by then
-                yield ("beat", beat), _with(state, SENDER, to), self._beyond(state, last)
+                yield ("beat", beat), with_part(state, SENDER, to), self._beyond(state, last)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
         """Yield every step of a worker: it receives a packet, or its heartbeat arrives at the
@@ -94,7 +94,7 @@ class Downwards:
         for number in range(self.senders.states[state[SENDER]][4]):
             to, new = self.receivers.step(state[at], self.receivers.event(number))
             if new:
-                yield ("packet", worker, number), _with(state, at, to), ""
+                yield ("packet", worker, number), with_part(state, at, to), ""
         for beat in self.possible_beats(state[at]):
             after, merged_beat = self._merge(state, worker, beat)
             if after != state:
@@ -104,11 +104,11 @@ class Downwards:
     def _merge(self, state: State, worker: int, beat: Heartbeat) -> tuple[State, Heartbeat | None]:
         event = self.switch.event((worker, beat))
         to, (out, _) = self.switch.step(state[SWITCH], event)
-        state = _with(state, SWITCH, to)
+        state = with_part(state, SWITCH, to)
         if not isinstance(out, Heartbeat):
             return state, None
         sent, _ = self.sent_up.step(state[SENT_UP], self.sent_up.event(out))
-        return _with(state, SENT_UP, sent), out
+        return with_part(state, SENT_UP, sent), out
 
     def _beats(self, state: State) -> list[Heartbeat]:
         return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
@@ -147,8 +147,8 @@ class Downwards:
             sender, number = self.senders.step(sender, self.senders.event(SEND))
             for at in range(RECEIVERS, len(state) if number >= 0 else 0):
                 to, _ = self.receivers.step(state[at], self.receivers.event(number))
-                state = _with(state, at, to)
-        return self._beats_up(_with(state, SENDER, sender))
+                state = with_part(state, at, to)
+        return self._beats_up(with_part(state, SENDER, sender))
 
     def _beats_up(self, state: State) -> State:
         """Deliver each worker's heartbeat to the switch, and then the merged heartbeat to the
@@ -159,7 +159,7 @@ class Downwards:
             state, out = self._merge(state, worker, beat)
         assert out is not None, "all children have sent heartbeats"
         sender, _ = self.senders.step(state[SENDER], self.senders.event(out))
-        return _with(state, SENDER, sender)
+        return with_part(state, SENDER, sender)
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -177,7 +177,3 @@ class Downwards:
             case ("restarts",):
                 return "the switch restarts"
         raise AssertionError(action)
-
-
-def _with(state: State, at: int, part: int) -> State:
-    return (*state[:at], part, *state[at + 1 :])

@@ -20,47 +20,24 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.report import Report, Row
-from benchmarks.fanin.transfer import Bench, one_switch, tree
+from benchmarks.fanin.transfer import Bench
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import network_available
 
-
-def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
-    """Return a function that returns the rows of the named modules of this package, which need no
-    lab.
-    """
-
-    def rows(bench: Bench) -> list[Row]:
-        found = [importlib.import_module(f"benchmarks.fanin.{name}") for name in modules]
-        return [row for module in found for row in module.rows(bench.quick)]
-
-    return rows
-
-
-def _of_lab(name: str) -> Callable[[Bench], Iterable[Row]]:
-    return lambda bench: importlib.import_module(f"benchmarks.fanin.{name}").rows(bench)
-
-
-def _rate(bench: Bench) -> Iterable[Row]:
-    yield from _rows_of("rate", "xdp")(bench)
-    module = importlib.import_module("benchmarks.fanin.processors")
-    yield from module.rows(bench.spec(computes=False))
-
-
-ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
-    "model": _rows_of("model"),
-    "lab": one_switch,
-    "loss": _of_lab("loss"),
-    "random": _rows_of("random"),
-    "rate": _rate,
-    "beats": _of_lab("beats"),
-    "convergence": _rows_of("convergence"),
-    "tree": tree,
-    "predicted": _of_lab("predicted"),
+ITEMS = {  # item -> module of this package, and its function from Bench to rows
+    "model": ("model", "rows"),
+    "lab": ("transfer", "one_switch"),
+    "loss": ("loss", "rows"),
+    "random": ("random", "rows"),
+    "rate": ("xdp", "rows"),
+    "beats": ("beats", "rows"),
+    "convergence": ("convergence", "rows"),
+    "tree": ("transfer", "tree"),
+    "predicted": ("predicted", "rows"),
 }
 
 
@@ -75,10 +52,12 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
         bench = Bench(Path(home), quick)
         for name in only or ITEMS:
             print(f"fanin: {name}", flush=True)
+            module, function = ITEMS[name]
             try:
-                rows += ITEMS[name](bench)
+                item = importlib.import_module(f"benchmarks.fanin.{module}")
+                rows += getattr(item, function)(bench)
             except RoadtrainError as error:
                 print(f"fanin: {name} ended: {error}", flush=True)
                 message = str(error).partition("\n")[0]
-                rows.append(Row(name, message, "", None, None, None, None, None, "it runs", False))
+                rows.append(Row(name, message, "", None, goal="it runs", met=False))
     return Report("fanin", rows)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.common.report import Row
-from benchmarks.fanin.lab import MBIT, Lab, Measured, Scene
-from benchmarks.fanin.transfer import WIRE, Bench, row
+from benchmarks.common.lab import MBIT, Lab, Measured, Scene
+from benchmarks.common.report import Row, at_least
+from benchmarks.fanin.transfer import WIRE, Bench
 from roadtrain.errors import ConfigError
 from roadtrain.lab import loss_available
 
@@ -27,12 +27,11 @@ def rows(bench: Bench) -> Iterator[Row]:
         run = _run(bench, loss)
         case = f"loss of {loss:.2%} at every NIC, {WORKERS} workers, {RATE / MBIT:.0f} Mbit/s"
         share = whole.seconds / run.seconds
-        met = share >= goal
-        yield row(case, "goodput, of that without loss", "", share, f">= {goal}", met)
+        yield Row(case, "goodput, of that without loss", "", share, **at_least(share, goal))
         same = run.losses == whole.losses
         what = "losses of training are those without loss, bit for bit"
-        yield row(case, what, "", float(same), "= 1", same)
-        yield row(case, "processors busy, share of all", "", run.busy)
+        yield Row(case, what, "", float(same), goal="= 1", met=same)
+        yield Row(case, "processors busy, share of all", "", run.busy)
 
 
 def _run(bench: Bench, loss: float) -> Measured:

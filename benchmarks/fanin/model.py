@@ -33,6 +33,7 @@ from typing import Any
 from benchmarks.common.report import Row
 from benchmarks.fanin.downwards import Downwards
 from benchmarks.fanin.explore import Result, explore
+from benchmarks.fanin.transfer import Bench
 from benchmarks.fanin.upwards import Tree, Upwards, Variant
 
 
@@ -132,16 +133,17 @@ REFUTED = {
 CASE = "the protocol, explored: 2 workers, loss, repetition, reordering and restarts anywhere"
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(bench: Bench) -> list[Row]:
     """Explore all scenes, and check that an error is found in each wrong variant of the
     protocol.
     """
-    found = [_row_of(scene) for scene in SCENES if not (quick and scene.slow)]
+    found = [_row_of(scene) for scene in SCENES if not (bench.quick and scene.slow)]
     for variant, scene in REFUTED.items():
         result = scene.result()
         metric = f"refuted: {variant.value}"
         count = len(result.trace or ())
-        found.append(_row(metric, "steps to the violation", count, "refuted", not result.right))
+        goal, met = "refuted", not result.right
+        found.append(Row(CASE, metric, "steps to the violation", count, goal=goal, met=met))
     print(f"{Variant.LITERAL.value}:")
     for step, description in enumerate(literal_trace(), 1):
         print(f"  {step}. {description}")
@@ -153,8 +155,5 @@ def _row_of(scene: Scene) -> Row:
     how = "all states" if result.exhaustive else f"states to depth {result.depth}"
     if result.trace is not None:
         print(f"{scene.name}: {result.wrong}", *result.trace, sep="\n  ")
-    return _row(f"{scene.name}: {how}", "states", result.states, "nothing wrong", result.right)
-
-
-def _row(metric: str, unit: str, ours: float, goal: str | None, met: bool | None) -> Row:
-    return Row(CASE, metric, unit, ours, None, None, None, None, goal, met)
+    metric, goal = f"{scene.name}: {how}", "nothing wrong"
+    return Row(CASE, metric, "states", result.states, goal=goal, met=result.right)

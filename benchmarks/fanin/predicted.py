@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.common.report import Row, cores
-from benchmarks.fanin.lab import FAST, RATE, SPINE, Scene
+from benchmarks.common.lab import FAST, RATE, SPINE, Scene
+from benchmarks.common.lab_worker import CHUNK, DTYPES, WorkerSpec, loss_of
+from benchmarks.common.report import Row, cores, within
 from benchmarks.fanin.processors import PacketSeconds, packet_seconds, updates_here
-from benchmarks.fanin.transfer import Bench, Case
-from benchmarks.fanin.worker import CHUNK, DTYPES, WorkerSpec, losses_of
+from benchmarks.fanin.transfer import Bench, Case, one_switch
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan_file import ElementBytes, Plan, PlanMemory, SwitchPackets, placement
@@ -199,12 +199,12 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
     """Measure processor seconds: (of a forward, of a backward that recomputes each layer)."""
-    loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
     for number in range(times):
         begin = time.process_time()
-        loss = loss_of(model, number)
+        loss = loss_of(spec, model, number)
         middle = time.process_time()
         loss.backward()
         took.append((middle - begin, time.process_time() - middle))
@@ -219,6 +219,8 @@ def rows(bench: Bench) -> Iterator[Row]:
     packets.
     """
     costs = packet_seconds(bench.spec(computes=False))
+    if not bench.cases:
+        list(one_switch(bench))
     for case in bench.cases:
         if case.wire is not None and case.scene.loss is None:
             yield from compared(case, costs)
@@ -255,7 +257,6 @@ def compared(case: Case, costs: PacketSeconds) -> Iterator[Row]:
 def _row(case: str, metric: str, unit: str, predicted: float, measured: float) -> Row:
     off = predicted / measured
     print(f"{case}: {metric}: predicted {predicted:.4g} {unit}, measured {measured:.4g} {unit}")
-    goal, met = f"within {GOAL:.0%}", abs(off - 1) <= GOAL
-    return Row(
-        f"predicted: {case}", metric, unit, predicted, measured, "measured", None, off, goal, met
-    )
+    goal = within(off, GOAL)
+    case = f"predicted: {case}"
+    return Row(case, metric, unit, predicted, measured, "measured", of_floor=off, **goal)

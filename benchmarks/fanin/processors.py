@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.common.lab import FRAME, NODE, ROOT, Lab, Measured, Scene
+from benchmarks.common.lab_worker import WorkerSpec
 from benchmarks.common.report import Row
-from benchmarks.fanin.lab import FRAME, NODE, ROOT, Lab, Measured, Scene
-from benchmarks.fanin.worker import WorkerSpec
 from roadtrain.planner.probe import processors
 from roadtrain.simulator.fabric import UPDATE_BYTES
 
@@ -63,4 +63,4 @@ def rows(spec: WorkerSpec) -> Iterator[Row]:
     for role in ("worker", "switch", "server"):
         seconds = getattr(found, role)
         metric = f"processor time of a packet at a {role}"
-        yield Row("one worker in the lab", metric, "us", 1e6 * seconds, *[None] * 6)
+        yield Row("one worker in the lab", metric, "us", 1e6 * seconds)

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.common.report import Row
-from benchmarks.fanin.plain import WIDTHS
+from benchmarks.fanin.transfer import Bench
 from roadtrain.switch.packets import (
     HEADER,
     HEADER_NBYTES,
@@ -30,6 +30,7 @@ from roadtrain.switch.switch_table import SwitchTable
 
 BATCH = 45  # numbers that a worker sends in one call
 SILENT_TICKS = 8  # ticks without progress after which workers send again
+WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}
 EXPONENTS_EVERY = 8  # one in so many numbers is of exponents
 # of each worker; repeated for more workers
 FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)
@@ -275,17 +276,14 @@ def send_through(
 CASE = "random packets through a switch's table: loss, repetition, reordering, restarts"
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(bench: Bench) -> list[Row]:
     """Send millions of random packets through the compiled table, and count the wrong sums."""
-    found = send_through(SwitchTable, 100_000 if quick else 10_000_000)
+    found = send_through(SwitchTable, 100_000 if bench.quick else 10_000_000)
     text = f"of {found.packets:,} packets, {found.sums:,} sums, {found.restarts} restarts"
     rate = found.packets / found.seconds
+    metric, goal = f"wrong sums {text}", "0"
     return [
-        _row(f"wrong sums {text}", "sums", found.wrong, "0", found.wrong == 0),
-        _row("sent again by workers", "packets", found.resent, None, None),
-        _row("this program's packets a second, all on one core", "packets/s", rate, None, None),
+        Row(CASE, metric, "sums", found.wrong, goal=goal, met=found.wrong == 0),
+        Row(CASE, "sent again by workers", "packets", found.resent),
+        Row(CASE, "this program's packets a second, all on one core", "packets/s", rate),
     ]
-
-
-def _row(metric: str, unit: str, ours: float, goal: str | None, met: bool | None) -> Row:
-    return Row(CASE, metric, unit, ours, None, None, None, None, goal, met)

@@ -8,14 +8,15 @@ rate of a link in each direction, of which the fan-in's datagrams carry 0.940.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import Row
-from benchmarks.fanin.lab import CARRIED, MBIT, RATE, Lab, Measured, Scene
-from benchmarks.fanin.worker import WorkerSpec
+from benchmarks.common.lab import CARRIED, MBIT, RATE, Lab, Measured, Scene
+from benchmarks.common.lab_worker import WorkerSpec
+from benchmarks.common.report import Row, at_least, at_most
+from benchmarks.common.rows import row
 from roadtrain.lab import CARRIED as TCP_CARRIED
 
 WIRE = "int32"
@@ -68,36 +69,19 @@ class Bench:
 
 
 def one_switch(bench: Bench) -> Iterator[Row]:
-    """Run item `lab`: all workers below one switch."""
+    """Run item `lab`: all workers below one switch, also on links so slow that they limit a step of
+    the decoder.
+    """
     for workers in (4, 8):
-        scene = Scene(workers)
-        with Lab(scene, bench.home / f"{workers}") as lab:
-            yield from _below(bench, lab, f"{workers} workers")
+        with Lab(Scene(workers), bench.home / f"{workers}") as lab:
+            name = f"{workers} workers"
+            case = f"{name}, one switch, {_sizes(bench.spec())}"
+            yield from _transfer_and_decoder(bench, lab, name, case, (TCP, DDP))
     with Lab(Scene(8, SLOW), bench.home / "slow") as lab:
-        yield from slower(bench, lab, "8 workers")
-
-
-def slower(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
-    """Measure steps of the decoder on links so slow that they limit a step."""
-    ours = bench.measure(f"{name}, decoder, slower links", lab, bench.spec(steps=PEER_STEPS), WIRE)
-    case = f"{name}, one switch, {_sizes(bench.spec(), SLOW)}, staleness 1"
-    yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
-
-
-def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
-    case = f"{name}, one switch, {_sizes(bench.spec())}"
-    moved = bench.measure(f"{name}, transfer", lab, bench.spec(computes=False), WIRE)
-    yield from transfer_rows(
-        f"{case}, transfer alone", moved, bench.spec(computes=False), lab.scene
-    )
-    ours = bench.measure(f"{name}, decoder", lab, bench.spec(), WIRE)
-    tcp = bench.measure(f"{name}, decoder, {TCP}", lab, bench.spec(steps=PEER_STEPS))
-    ddp = bench.measure(f"{name}, decoder, {DDP}", lab, bench.spec("ddp", PEER_STEPS))
-    case = f"{case}, {bench.spec().tokens} tokens a worker, staleness 1"
-    yield from step_rows(case, ours, {TCP: tcp, DDP: ddp}, bench.spec(), lab.scene)
-    yield from link_rows(case, ours, bench.spec())
-    carried = tcp.frames["node"].received * TCP_CARRIED / bench.spec().nbytes
-    yield row(case, f"received by the node a step, {TCP}", "S", carried)
+        name, spec = "8 workers, decoder, slower links", bench.spec(steps=PEER_STEPS)
+        ours = bench.measure(name, lab, spec, WIRE)
+        case = f"8 workers, one switch, {_sizes(spec, SLOW)}, staleness 1"
+        yield from step_rows(case, ours, {}, spec, lab.scene)
 
 
 def tree(bench: Bench) -> Iterator[Row]:
@@ -105,12 +89,29 @@ def tree(bench: Bench) -> Iterator[Row]:
     with Lab(Scene(8, racks=2), bench.home / "tree") as lab:
         name = "8 workers, tree of two racks"
         case = f"{name}, {_sizes(bench.spec())}"
-        moved = bench.measure(f"{name}, transfer", lab, bench.spec(computes=False), WIRE)
-        spec = bench.spec(computes=False)
-        yield from transfer_rows(f"{case}, transfer alone", moved, spec, lab.scene)
-        ours = bench.measure(f"{name}, decoder", lab, bench.spec(), WIRE)
-        yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
-        yield from link_rows(case, ours, bench.spec())
+        yield from _transfer_and_decoder(bench, lab, name, case)
+
+
+def _transfer_and_decoder(
+    bench: Bench, lab: Lab, name: str, case: str, peers: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Measure a model that computes nothing, and a decoder beside the peers."""
+    spec = bench.spec(computes=False)
+    moved = bench.measure(f"{name}, transfer", lab, spec, WIRE)
+    yield from transfer_rows(f"{case}, transfer alone", moved, spec, lab.scene)
+    spec = bench.spec()
+    ours = bench.measure(f"{name}, decoder", lab, spec, WIRE)
+    methods = {TCP: "ours", DDP: "ddp"}
+    beside = {
+        peer: bench.measure(f"{name}, decoder, {peer}", lab, bench.spec(methods[peer], PEER_STEPS))
+        for peer in peers
+    }
+    case = f"{case}, {spec.tokens} tokens a worker, staleness 1"
+    yield from step_rows(case, ours, beside, spec, lab.scene)
+    yield from link_rows(case, ours, spec)
+    if TCP in beside:
+        carried = beside[TCP].frames["node"].received * TCP_CARRIED / spec.nbytes
+        yield Row(case, f"received by the node a step, {TCP}", "S", carried)
 
 
 def _sizes(spec: WorkerSpec, rate: float = RATE) -> str:
@@ -126,11 +127,10 @@ def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> I
     """
     goodput = spec.nbytes / run.seconds
     share = goodput / (scene.rate * CARRIED)
-    met = share >= TRANSFER
     what = "share of what datagrams can carry, in each direction at every link"
-    yield row(case, what, "", share, f">= {TRANSFER}", met)
-    yield row(case, "S / seconds, each way", "MB/s", goodput / 1e6)
-    yield row(case, "processors busy, share of all", "", run.busy)
+    yield Row(case, what, "", share, **at_least(share, TRANSFER))
+    yield Row(case, "S / seconds, each way", "MB/s", goodput / 1e6)
+    yield Row(case, "processors busy, share of all", "", run.busy)
 
 
 def step_rows(
@@ -138,16 +138,14 @@ def step_rows(
 ) -> Iterator[Row]:
     unit = spec.nbytes / scene.rate
     steps = run.seconds / unit
-    goal, met = f"<= {STEP}", steps <= STEP
     floor = unit / CARRIED / run.seconds
-    yield Row(case, "step", "S/B", steps, None, None, None, floor, goal, met)
+    yield Row(case, "step", "S/B", steps, of_floor=floor, **at_most(steps, STEP))
     for name, peer in peers.items():
-        ratio = peer.seconds / run.seconds
-        yield Row(case, "step", "s", run.seconds, peer.seconds, name, ratio, None, None, None)
-    yield row(case, "processors busy, share of all", "", run.busy)
+        yield row(case, "step", "s", run.seconds, (peer.seconds, name))
+    yield Row(case, "processors busy, share of all", "", run.busy)
     for role, seconds in run.cpu.items():
         whose = "all workers" if role == "worker" else role
-        yield row(case, f"processor time of {whose}, a step", "s", seconds)
+        yield Row(case, f"processor time of {whose}, a step", "s", seconds)
 
 
 def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
@@ -170,10 +168,5 @@ def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
 
 
 def _near(case: str, metric: str, share: float) -> Row:
-    return row(case, metric, "S", share, f"within {NEAR:.0%} of S", abs(share - 1) <= NEAR)
-
-
-def row(
-    case: str, metric: str, unit: str, ours: float, goal: str | None = None, met: bool | None = None
-) -> Row:
-    return Row(case, metric, unit, ours, None, None, None, None, goal, met)
+    goal, met = f"within {NEAR:.0%} of S", abs(share - 1) <= NEAR
+    return Row(case, metric, "S", share, goal=goal, met=met)

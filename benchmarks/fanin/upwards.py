@@ -127,15 +127,15 @@ class Upwards:
         if to != part:
             credit = self.end.states[state[0]][0] + self.window - 1
             wrong = f"{number} is beyond the credit of {credit}" if number > credit else ""
-            yield ("sends", worker, number), _with(state, 1 + worker, to), wrong
+            yield ("sends", worker, number), with_part(state, 1 + worker, to), wrong
         if self.timeouts:
             to, _ = self.senders.step(part, self.senders.event(SILENT))
             if to != part:
-                yield ("silent", worker), _with(state, 1 + worker, to), ""
+                yield ("silent", worker), with_part(state, 1 + worker, to), ""
         for beat in self.beats(state[0]):
             to, _ = self.senders.step(part, self.senders.event(beat))
             if to != part:
-                yield ("beat", worker, beat), _with(state, 1 + worker, to), ""
+                yield ("beat", worker, beat), with_part(state, 1 + worker, to), ""
 
     def _switch(self, state: State, switch: int) -> Iterator[Step]:
         """Yield every step of a switch: it receives a packet or a heartbeat, or restarts."""
@@ -148,10 +148,10 @@ class Upwards:
             event = parts.event(Heartbeat(ack, ack + self.window - 1))
             to, _ = parts.step(state[at], event)
             if to != state[at]:
-                yield ("ack", switch, ack), _with(state, at, to), ""
+                yield ("ack", switch, ack), with_part(state, at, to), ""
         to, _ = parts.step(state[at], parts.event(RESTART))
         if to != state[at]:
-            yield ("restarts", switch), _with(state, at, to), ""
+            yield ("restarts", switch), with_part(state, at, to), ""
 
     def _packet(
         self, state: State, switch: int, child: int, number: int, data: Data
@@ -159,10 +159,10 @@ class Upwards:
         at, parts = self.at(switch), self.switches[switch]
         packet = Packet(number, data, collected, child)
         to, (out, lost) = parts.step(state[at], parts.event(packet))
-        after = _with(state, at, to)
+        after = with_part(state, at, to)
         if isinstance(out, Packet):
             sums, _ = self.sums.step(state[at + 1], self.sums.event((out.number, out.data)))
-            after = _with(after, at + 1, sums)
+            after = with_part(after, at + 1, sums)
         if after != state:
             wrong = ""
             if lost >= self.end.states[state[0]][0]:
@@ -174,7 +174,7 @@ class Upwards:
         to, new = self.end.step(state[0], self.end.event(number))
         if new:
             wrong = "" if data == self.right(number) else f"the sum of {number} is wrong"
-            yield ("ends", number, data), _with(state, 0, to), wrong
+            yield ("ends", number, data), with_part(state, 0, to), wrong
 
     def _arrivals(self, source: int | Tree, part: int) -> list[tuple[int, Data]]:
         """List (packet number, data) of all packets that a child of a switch may have sent.
@@ -274,5 +274,6 @@ def _sum(data: Data) -> str:
     )
 
 
-def _with(state: State, at: int, part: int) -> State:
+def with_part(state: State, at: int, part: int) -> State:
+    """Return a state of the model in which one machine has another state."""
     return (*state[:at], part, *state[at + 1 :])

@@ -9,7 +9,7 @@ including system calls.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import select
 import shutil
@@ -18,15 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.common.children import Child, pause, running, send_value
 from benchmarks.common.report import Row
-from roadtrain.lab import LabNic, Network, network_available
+from benchmarks.common.rows import row
+from benchmarks.fanin import processors
+from benchmarks.fanin.transfer import Bench
+from roadtrain.errors import RoadtrainError
+from roadtrain.lab import LabHost, LabNic, Network
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
@@ -44,58 +49,30 @@ KEY, JOB, PORT, CHILDREN, SLOTS = PacketKey.derive(b"benchmark", bytes(16)), 1, 
 RUN, ALONE = 44, 20_000  # packets of one call; packets that the program handles alone
 RATE = 5e9  # bytes/s: the processor is the limit
 WAIT_S, START_S = 0.05, 30.0
-WAYS = {
-    "XDP": "xdp-sum",
-    "XDP forwarder": "xdp-forward",
-    "user space": "user-sum",
-    "user-space forwarder": "user-forward",
-}
 
 
-def run(seconds: float) -> dict[str, float] | str:
-    """Return the packets a second of each switch and forwarder by name, or the reason why they
-    cannot be measured. `seconds`: duration of each measurement.
+def rows(bench: Bench) -> Iterator[Row]:
+    """Compare each switch with the forwarder of the same kind. One row tells the reason why sums in
+    the kernel cannot be measured.
     """
-    if why := network_available():
-        return f"no network: {why}"
-    try:
-        found = {"XDP, alone": alone("sum"), "XDP forwarder, alone": alone("forward")}
-        with Network({name: [LabNic(RATE)] for name in ("switch", "ends")}) as lab:
-            ports = [host.nics[0].far.device for host in lab.hosts.values()]
-            with _process(_in_namespace(lab.home / "+switch"), "pass", *ports):
-                for name, way in WAYS.items():
-                    found |= _over_link(lab, name, way, seconds)
-    except BpfError as error:
-        return f"no sums in the kernel: {error}"
-    return found
+    seconds = 1.0 if bench.quick else 5.0
+    with Network({name: [LabNic(RATE)] for name in ("switch", "ends")}) as lab:
+        yield from _rows("user space", _in_user_space(lab, bench.home, seconds))
+        try:
+            found = {"alone": (alone("sum"), alone("forward"))}
+            found |= _in_kernel(lab, bench.home, seconds)
+            yield from _rows("XDP", found)
+        except RoadtrainError as error:
+            reason = str(error).strip().splitlines()[-1]
+            yield Row(f"rate: no sums in the kernel: {reason}", "XDP", "packets/s", None)
+    yield from processors.rows(bench.spec(computes=False))
 
 
-def rows(quick: bool) -> list[Row]:
-    """Compare each switch with the forwarder of the same kind, or return a single row with the
-    reason why they cannot be measured.
-    """
-    found = run(1.0 if quick else 5.0)
-    if isinstance(found, str):
-        return [Row(f"rate: {found}", "XDP", "packets/s", *[None] * 7)]  # type: ignore[arg-type]
-    made = []
-    for metric in [name for name in found if "forwarder" not in name]:
-        peer_name = metric.replace("XDP", "XDP forwarder").replace(
-            "user space", "user-space forwarder"
-        )
-        ours, peer = found[metric], found[peer_name]
-        figures = (
-            metric,
-            "packets/s",
-            ours,
-            peer,
-            "a plain forwarder",
-            ours / peer,
-            None,
-            None,
-            None,
-        )
-        made.append(Row("a switch in one core", *figures))
-    return made
+def _rows(kind: str, found: dict[str, tuple[float, float]]) -> Iterator[Row]:
+    for how, (ours, forwarded) in found.items():
+        case, metric = "a switch in one core", f"{kind}, {how}"
+        peer = (forwarded, "a plain forwarder")
+        yield row(case, metric, "packets/s", ours, peer, more_is_better=True)
 
 
 def _table_of(program: BpfObject) -> XdpTable:
@@ -162,68 +139,59 @@ def alone(what: str) -> float:
 # --- over a link ---
 
 
-def _in_namespace(net: Path) -> Callable[..., subprocess.Popen[str]]:
-    def run(argv: list[str], **popen: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(["nsenter", f"--net={net}", "--", *argv], **popen)
-
-    return run
-
-
-@contextmanager
-def _process(
-    starts: Callable[..., subprocess.Popen[str]], *words: str
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a child process of this module during the `with` block, and yield it when it is ready.
-
-    Args:
-        starts: function like subprocess.Popen, which runs the process on a host of the lab
-        words: command-line arguments of this module
-    """
-    argv = [sys.executable, "-m", "benchmarks.fanin.xdp", *words]
-    process = starts(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if line != "ready\n":
-            raise BpfError(
-                line.strip() or f"the process `{' '.join(words)}` ended before it was ready"
-            )
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def _in_user_space(lab: Network, home: Path, seconds: float) -> dict[str, tuple[float, float]]:
+    summed = _over_link(lab, home, user_space, sums=True, seconds=seconds)
+    forwarded = _over_link(lab, home, user_space, sums=False, seconds=seconds)
+    names = ("over a link", "its process alone")
+    return dict(zip(names, zip(summed, forwarded, strict=True), strict=True))
 
 
-def _over_link(lab: Network, name: str, way: str, seconds: float) -> dict[str, float]:
+def _in_kernel(lab: Network, home: Path, seconds: float) -> dict[str, tuple[float, float]]:
+    bridges = LabHost("bridges", lab.home / "+switch", (), lab.hosts["switch"].names)
+    ports = [host.nics[0].far.device for host in lab.hosts.values()]
+    with running(pass_on, [{"ports": ports}], home, hosts=[bridges]) as (bridge,):
+        bridge.wait_for("ready", START_S)
+        summed, _ = _over_link(lab, home, in_kernel, sums=True, seconds=seconds)
+        forwarded, _ = _over_link(lab, home, in_kernel, sums=False, seconds=seconds)
+    return {"over a link": (summed, forwarded)}
+
+
+def _over_link(
+    lab: Network, home: Path, function: Callable[..., float], *, sums: bool, seconds: float
+) -> tuple[float, float]:
+    """Return packets a second: (over the link, of the processor time of the switch's process)."""
     switch, ends = lab.hosts["switch"], lab.hosts["ends"]
-    with _process(switch.run, way, ends.address) as process:
-        with _process(ends.run, "ends", switch.address, str(seconds), way) as sender:
-            report = json.loads(_answer(sender))
-        process_s = float(_answer(process))
-    found = {f"{name}, over a link": report["packets"] / report["seconds"]}
-    if way.startswith("user"):
-        found[f"{name}, its process alone"] = report["packets"] / process_s
-    return found
+    with ExitStack() as stack:
+
+        def start(function: Callable[..., Any], host: LabHost, **arguments: Any) -> Child:
+            child = running(function, [arguments], home, hosts=[host])
+            (process,) = stack.enter_context(child)
+            process.wait_for("ready", START_S)
+            return process
+
+        process = start(function, switch, sums=sums, parent=ends.address)
+        sender = start(send, ends, to=switch.address, seconds=seconds, sums=sums)
+        sender.go_on()
+        sent, took_s = sender.wait_for("result", START_S)
+        process.go_on()
+        spent_s = process.wait_for("result", START_S)
+    return sent / took_s, sent / spent_s
 
 
-def _answer(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate("go\n", timeout=START_S)
-    return output.strip().splitlines()[-1]
-
-
-def _ends(to: str, seconds: float, way: str) -> None:
-    """Send packets to a switch, and print as JSON how many packets returned in how many seconds.
+def send(to: str, seconds: float, sums: bool) -> tuple[int, float]:
+    """Send packets to a switch. Returns (number of packets sent, seconds until all had returned).
 
     Args:
         to: IP address of the switch
         seconds: duration of the measurement
-        way: kind of the switch or forwarder: "xdp-sum", "xdp-forward", "user-sum" or "user-forward"
+        sums: the switch sums; otherwise, it forwards each packet
     """
+    _use_one_core()
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)
     into = np.zeros(RECEIVE_NBYTES, np.uint8)
-    back = RUN if way.endswith("sum") else RUN * CHILDREN
-    _ready()
+    back = RUN if sums else RUN * CHILDREN
+    pause("ready")
     number, lost, begin = 0, 0, 0.0
     for warm in (True, False):
         begin, first = time.perf_counter(), number
@@ -239,10 +207,14 @@ def _ends(to: str, seconds: float, way: str) -> None:
     elapsed = time.perf_counter() - begin
     sent = (number - first) * CHILDREN
     assert lost < sent / 100, f"{lost} packets of {sent} did not return"
-    print(json.dumps({"packets": sent, "seconds": elapsed}), flush=True)
+    return sent, elapsed
 
 
-def _user_space(way: str, parent: str) -> None:
+def user_space(sums: bool, parent: str) -> float:
+    """Switch packets until the parent process lets this process go on. Returns the processor
+    seconds since the first packet.
+    """
+    _use_one_core()
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     into, out = (np.zeros(RECEIVE_NBYTES, np.uint8) for _ in range(2))
     table, to = SwitchTable(SLOTS, CHILDREN), (parent, PORT)
@@ -250,7 +222,7 @@ def _user_space(way: str, parent: str) -> None:
     packets.seal(out, PACKET_NBYTES, 1, KEY)
     right = packets.verify(out, PACKET_NBYTES, 1, KEY, JOB)
     table.add(out[:PACKET_NBYTES], right, into, 0)
-    _ready()
+    send_value("ready")
     begin = None
     while not select.select([sys.stdin], [], [], 0)[0]:
         for _ in range(100):
@@ -258,61 +230,44 @@ def _user_space(way: str, parent: str) -> None:
                 break
             begin = time.process_time() if begin is None else begin
             count, run = found[0] // PACKET_NBYTES, into[: found[0]]
-            if way == "user-forward":
+            if not sums:
                 end.send(run, PACKET_NBYTES, to)
                 continue
             right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
             if made := table.add(run, right, out, 0):
                 packets.seal(out, PACKET_NBYTES, made, KEY)
                 end.send(out[: made * PACKET_NBYTES], PACKET_NBYTES, to)
-    print(time.process_time() - (begin or 0.0))
+    return time.process_time() - (begin or 0.0)
 
 
-def _in_kernel(way: str, parent: str) -> None:
+def in_kernel(sums: bool, parent: str) -> float:
+    """Let the kernel switch packets until the parent process lets this process go on. Returns
+    infinity, because its processor time is not counted.
+    """
+    _use_one_core()
     greeting = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     greeting.sendto(b"here", (parent, PORT + 1))  # resolves the parent's hardware address
     time.sleep(0.2)
-    if way == "xdp-forward":
-        program = forwarder()
-        program.attach(program.program("forward"), socket.if_nametoindex("eth0"), NATIVE)
-    else:
+    if sums:
         device = XdpDevice.opened("eth0", "native")
         if isinstance(device, str):
             raise BpfError(device)
         hello = SwitchHello("", JOB, b"", CHILDREN, SLOTS, 0, (parent, PORT), 0)
         device.table(hello, PORT, KEY, hello.parent)
-    _ready()
-    sys.stdin.readline()
-    print(0.0)
+    else:
+        program = forwarder()
+        program.attach(program.program("forward"), socket.if_nametoindex("eth0"), NATIVE)
+    pause("ready")
+    return math.inf
 
 
-def _pass(*ports: str) -> None:
+def pass_on(ports: Sequence[str]) -> None:
+    _use_one_core()
     program = forwarder()
     for port in ports:
         program.attach(program.program("pass"), socket.if_nametoindex(port), NATIVE)
-    _ready()
-    sys.stdin.read()
+    pause("ready")
 
 
-def _ready() -> None:
-    print("ready", flush=True)
-
-
-def _main(way: str, *words: str) -> None:
+def _use_one_core() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    if way == "pass":
-        _pass(*words)
-    elif way == "ends":
-        _ends(words[0], float(words[1]), words[2])
-    elif way.startswith("user"):
-        _user_space(way, *words)
-    else:
-        _in_kernel(way, *words)
-
-
-if __name__ == "__main__":
-    try:
-        _main(*sys.argv[1:])
-    except BpfError as problem:
-        print(problem, flush=True)
-        sys.exit(1)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.report import Report, Row, cores, interleave
+from benchmarks.common.rows import row
 from roadtrain.chunks import MAX_CHUNK
 from roadtrain.kernels.cast import kernel
 from roadtrain.kernels.topk import scatter, top_k
@@ -25,7 +26,9 @@ def _read(x):
     return largest
 
 
-def _rows(x: np.ndarray, reps: int, peer_reps: int, case: str, goal: float | None) -> list[Row]:
+def _rows(
+    x: np.ndarray, reps: int, peer_reps: int, case: str, goals: tuple[str | None, str | None]
+) -> list[Row]:
     n, k = x.size, x.size // 100
     tensor, bits = torch.from_numpy(x), x.view(np.uint32)
     idx, val, out = np.zeros(k, np.uint32), np.zeros(k, np.float32), np.ones(n, np.float32)
@@ -43,12 +46,13 @@ def _rows(x: np.ndarray, reps: int, peer_reps: int, case: str, goal: float | Non
         there.zero_()
         there[index] = value
 
-    peer = interleave(
-        {"ours": lambda: top_k(x, "fp32", k, idx, val), "torch": torch_topk}, peer_reps
-    )
+    def select() -> None:
+        top_k(x, "fp32", k, idx, val)
+
+    peer = interleave({"ours": select, "torch": torch_topk}, peer_reps)
     own = interleave(
         {
-            "ours": lambda: top_k(x, "fp32", k, idx, val),
+            "ours": select,
             "read": lambda: _read(bits),
             "scatter": lambda: scatter(idx, val, out),
             "torch": torch_scatter,
@@ -56,32 +60,23 @@ def _rows(x: np.ndarray, reps: int, peer_reps: int, case: str, goal: float | Non
         },
         reps,
     )
-    ratio, back = peer["torch"] / peer["ours"], own["fill"] / own["scatter"]
+    times = [
+        (
+            "exact top 1 % of",
+            peer["ours"],
+            (peer["torch"], "torch.topk"),
+            own["read"] / own["ours"],
+        ),
+        (
+            "scatter back into",
+            own["scatter"],
+            (own["torch"], "torch zero_ and indexed write"),
+            own["fill"] / own["scatter"],
+        ),
+    ]
     return [
-        Row(
-            f"exact top 1 % of {case}",
-            "time",
-            "ms",
-            peer["ours"] * 1e3,
-            peer=peer["torch"] * 1e3,
-            peer_name="torch.topk",
-            ratio=ratio,
-            of_floor=own["read"] / own["ours"],
-            goal=None if goal is None else f"ratio >= {goal:g}",
-            met=None if goal is None else ratio >= goal,
-        ),
-        Row(
-            f"scatter back into {case}",
-            "time",
-            "ms",
-            own["scatter"] * 1e3,
-            peer=own["torch"] * 1e3,
-            peer_name="torch zero_ and indexed write",
-            ratio=own["torch"] / own["scatter"],
-            of_floor=back,
-            goal=None if goal is None else "memory speed: of_floor >= 0.8",
-            met=None if goal is None else back >= 0.8,
-        ),
+        row(f"{what} {case}", "time", "ms", ours, theirs, of_floor=of_floor, goal=goal)
+        for (what, ours, theirs, of_floor), goal in zip(times, goals)
     ]
 
 
@@ -89,7 +84,7 @@ def run(quick: bool = False) -> Report:
     torch.set_num_threads(1)
     n = (4 if quick else 64) * MIB
     x = np.random.default_rng(0).standard_normal(n, dtype=np.float32)
-    rows = _rows(x, 9, 3, f"{n // MIB} Mi floats, 1 thread", 20)
-    rows += _rows(x[:MAX_CHUNK], 31, 9, "one chunk of 1 Mi, 1 thread", None)
+    rows = _rows(x, 9, 3, f"{n // MIB} Mi floats, 1 thread", ("ratio >= 20", "of_floor >= 0.8"))
+    rows += _rows(x[:MAX_CHUNK], 31, 9, "one chunk of 1 Mi, 1 thread", (None, None))
     torch.set_num_threads(cores())
     return Report("topk", rows)

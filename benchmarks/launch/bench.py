@@ -5,7 +5,7 @@ results with goals.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from benchmarks.common.report import Row
 from benchmarks.launch.run import LaunchedRun
 from benchmarks.launch.scene import Scene
 from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.errors import RoadtrainError
 
 START_S = 240.0  # limit from the command to the first step, on a machine with other work
 STEP_S = 30.0  # limit of one step
@@ -88,6 +89,19 @@ class Bench:
 
     def plan_of(self, run: LaunchedRun) -> PlanFile:
         return load_plan_file(run.home / "plan.toml")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def attempted(case: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows of a case, and a row with the error if the case fails."""
+    try:
+        yield from rows
+    except RoadtrainError as error:
+        print(f"{case} ended: {error}", flush=True)
+        yield row(case, first_line(error), "", None, "it runs", False)
 
 
 def differing(losses: dict[int, float], other: dict[int, float]) -> list[int]:

@@ -38,25 +38,9 @@ class FaultTarget:
         assert self.nodes is not None
         return self.nodes
 
-    def wait_log(self, text: str, offset: int, within_s: float) -> None:
-        """Wait until the run's log contains `text` at character `offset` or later."""
-
-        def there() -> bool:
-            return text in self.run.log()[offset:]
-
-        self.run.wait(there, f"the line {text!r}", within_s)
-
-    def launcher_dies(self) -> None:
+    def kill_launcher(self) -> None:
         assert self.run.launcher is not None
         self.run.launcher.kill()
-
-    def supervisor_dies(self) -> None:
-        for process in self.run.supervisors():
-            process.kill()
-
-    def send(self, *words: str) -> None:
-        """Send a request to the supervisor of the run, which passes it to the engine."""
-        ask_supervisor(self.run.run_home, "tell", words)
 
 
 Do = Callable[[FaultTarget], None]
@@ -135,19 +119,29 @@ def _first(found: Sequence[FoundProcess], what: str) -> FoundProcess:
     return found[0]
 
 
-def worker_killed(rank: int) -> Fault:
-    def do(target: FaultTarget) -> None:
-        named = [p for p in target.run.workers() if p.environment["RANK"] == str(rank)]
-        _first(named, f"worker {rank}").kill()
+def killed(
+    what: str, find: Callable[[LaunchedRun], Sequence[FoundProcess]], restarts: bool = True
+) -> Fault:
+    """Return a fault that kills the first of the processes that `find` returns."""
 
-    return Fault(f"worker {rank} is killed", do)
+    def do(target: FaultTarget) -> None:
+        _first(find(target.run), what).kill()
+
+    return Fault(f"{what} is killed", do, restarts)
+
+
+def worker_killed(rank: int) -> Fault:
+    def find(run: LaunchedRun) -> list[FoundProcess]:
+        return [p for p in run.workers() if p.environment["RANK"] == str(rank)]
+
+    return killed(f"worker {rank}", find)
 
 
 def worker_killed_twice(rank: int) -> Fault:
     def do(target: FaultTarget) -> None:
         once, offset = worker_killed(rank), len(target.run.log())
         once.do(target)
-        target.wait_log("starting workers on", offset, BACK_S)
+        target.run.wait_log("starting workers on", offset, BACK_S)
         time.sleep(1.0)
         once.do(target)
 
@@ -155,10 +149,7 @@ def worker_killed_twice(rank: int) -> Fault:
 
 
 def server_killed() -> Fault:
-    def do(target: FaultTarget) -> None:
-        _first(target.run.services("--store"), "server").kill()
-
-    return Fault("the server is killed", do)
+    return killed("the server", lambda run: run.services("--store"))
 
 
 def server_and_worker_killed() -> Fault:
@@ -170,19 +161,19 @@ def server_and_worker_killed() -> Fault:
 
 
 def reducer_killed(number: int) -> Fault:
-    def do(target: FaultTarget) -> None:
-        found = sorted(target.run.services("--sum"), key=lambda process: process.words)
-        _first(found[number:], f"reducer {number}").kill()
+    def find(run: LaunchedRun) -> list[FoundProcess]:
+        return sorted(run.services("--sum"), key=lambda process: process.words)[number:]
 
-    return Fault(f"reducer {number} is killed", do, restarts=False)
+    return killed(f"reducer {number}", find, restarts=False)
 
 
 def agent_killed(host: str, restarts: bool = True) -> Fault:
-    def do(target: FaultTarget) -> None:
-        found = [p for p in target.run.agents() if p.words[-1].endswith(f"/{host}")]
-        _first(found, f"agent of {host}").kill()
+    """Return a fault that kills the agent of a host, with all that runs there."""
 
-    return Fault(f"the agent of {host} is killed, with all that runs there", do, restarts)
+    def find(run: LaunchedRun) -> list[FoundProcess]:
+        return [p for p in run.agents() if p.words[-1].endswith(f"/{host}")]
+
+    return killed(f"the agent of {host}", find, restarts)
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
@@ -201,9 +192,8 @@ def actor_killed(what: str, words: Sequence[str]) -> Fault:
 
 
 def launcher_killed() -> Fault:
-    return Fault(
-        "the launcher is killed, the run goes on", FaultTarget.launcher_dies, restarts=False
-    )
+    what = "the launcher is killed, the run goes on"
+    return Fault(what, FaultTarget.kill_launcher, restarts=False)
 
 
 def launcher_killed_that_stops() -> Fault:
@@ -216,8 +206,8 @@ def launcher_killed_that_stops() -> Fault:
         run.stop()
         offset = len(run.log())
         run.follow("launch", "--resume", run.name, "--if-launcher-dies", "stop")
-        run.wait_log_step(offset, START_S)
-        target.launcher_dies()
+        run.wait_log("] step ", offset, START_S)
+        target.kill_launcher()
         code = run.wait_end(START_S)
         if code != 130:
             raise RoadtrainError(
@@ -229,68 +219,69 @@ def launcher_killed_that_stops() -> Fault:
 
 
 def supervisor_killed(then: str) -> Fault:
-    return Fault(f"the supervisor is killed, {then}", FaultTarget.supervisor_dies)
-
-
-def host_taken(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
     def do(target: FaultTarget) -> None:
-        offset = len(target.run.log())
-        target.send("hold", host)
-        target.wait_log(f"host {host} is lost", offset, BACK_S)
+        for process in target.run.supervisors():
+            process.kill()
 
-    return Fault(f"host {host} is taken away: {then}", do, restarts, fewer=fewer)
-
-
-def host_comes(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
-    def do(target: FaultTarget) -> None:
-        offset = len(target.run.log())
-        command("launch", "--comes", f"{target.run.name}:{host}")
-        target.wait_log(f"host {host} ", offset, BACK_S)
-
-    return Fault(f"host {host} comes: {then}", do, restarts, fewer=fewer)
+    return Fault(f"the supervisor is killed, {then}", do)
 
 
-def host_leaves(
-    host: str, notice_s: float, then: str, restarts: bool = True, fewer: bool = False
+def noticed(
+    what: str,
+    act: Callable[[FaultTarget], object],
+    line: str,
+    within_s: float = BACK_S,
+    **fields: bool,
 ) -> Fault:
+    """Return a fault that is complete when the run's log has the text `line`. `fields`: further
+    fields of the fault.
+    """
+
     def do(target: FaultTarget) -> None:
         offset = len(target.run.log())
+        act(target)
+        target.run.wait_log(line, offset, within_s)
+
+    return Fault(what, do, **fields)
+
+
+def host_taken(host: str, then: str, **fields: bool) -> Fault:
+    def act(target: FaultTarget) -> None:
+        ask_supervisor(target.run.run_home, "tell", ("hold", host))
+
+    return noticed(f"host {host} is taken away: {then}", act, f"host {host} is lost", **fields)
+
+
+def host_comes(host: str, then: str, **fields: bool) -> Fault:
+    def act(target: FaultTarget) -> None:
+        command("launch", "--comes", f"{target.run.name}:{host}")
+
+    return noticed(f"host {host} comes: {then}", act, f"host {host} ", **fields)
+
+
+def host_leaves(host: str, notice_s: float, then: str, **fields: bool) -> Fault:
+    def act(target: FaultTarget) -> None:
         command("launch", "--leaves", f"{target.run.name}:{host}", "--notice", f"{notice_s:g}")
-        target.wait_log(f"host {host} is lost", offset, notice_s + BACK_S)
 
     what = f"host {host} leaves with {notice_s:g} s of notice: {then}"
-    return Fault(what, do, restarts, fewer=fewer)
+    return noticed(what, act, f"host {host} is lost", notice_s + BACK_S, **fields)
 
 
-def node_killed(name: str) -> Fault:
+def node_killed(name: str, part: str, kill: Callable[[RayNodes, str], None]) -> Fault:
+    """Return a fault that kills a part of a Ray node."""
+
     def do(target: FaultTarget) -> None:
-        target.ray.kill(name)
+        kill(target.ray, name)
         target.ray.add(name)
 
-    return Fault(f"all processes of Ray node {name} are killed, a node is added for it", do)
-
-
-def raylet_killed(name: str) -> Fault:
-    def do(target: FaultTarget) -> None:
-        target.ray.kill_raylet(name)
-        target.ray.add(name)
-
-    return Fault(f"the raylet of Ray node {name} is killed, a node is added for it", do)
+    return Fault(f"{part} of Ray node {name} killed, a node is added for it", do)
 
 
 def node_added(name: str) -> Fault:
-    def do(target: FaultTarget) -> None:
-        offset = len(target.run.log())
-        target.ray.add(name)
-        target.wait_log(f"host {name} joined", offset, BACK_S)
-
-    return Fault(f"Ray node {name} is added as a spare", do, restarts=False)
+    what, line = f"Ray node {name} is added as a spare", f"host {name} joined"
+    return noticed(what, lambda target: target.ray.add(name), line, restarts=False)
 
 
 def node_taken(name: str, then: str) -> Fault:
-    def do(target: FaultTarget) -> None:
-        offset = len(target.run.log())
-        target.ray.kill(name)
-        target.wait_log(f"host {name} is lost", offset, BACK_S)
-
-    return Fault(f"Ray node {name} is taken away: {then}", do)
+    what, line = f"Ray node {name} is taken away: {then}", f"host {name} is lost"
+    return noticed(what, lambda target: target.ray.kill(name), line)

@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.report import Row
 from benchmarks.launch import fault
-from benchmarks.launch.bench import START_S, STEP_S, Bench, row
+from benchmarks.launch import scene as scenes
+from benchmarks.launch.bench import START_S, STEP_S, Bench, first_line, row
 from benchmarks.launch.fault import Fault, FaultTarget, Outcome, strike
-from benchmarks.launch.ray import on_nodes
+from benchmarks.launch.ray import RayNodes, on_nodes
 from benchmarks.launch.run import LaunchedRun
 from benchmarks.launch.scene import MODEL, HostKind, Scene
 from roadtrain.config.machines import PlanHost
@@ -35,7 +36,7 @@ ROUNDING = 1e-5  # relative difference of a loss
 TINY = MODEL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 MORE = {"model": {"config": TINY}, "run": {"log_every": 1}}
 KEPT = MORE | {"parallelism": {"snapshot_every": 4}}
-GPUS = ("10.9.0.1", "10.9.0.2")
+SUMMING = ("10.9.0.3", "10.9.0.4", "10.9.0.5")
 LOOPBACK = "127.1.0."  # addresses of the run without faults, instead of the lab's
 
 
@@ -61,16 +62,7 @@ class FaultScene:
 
 SERVER = FaultScene(
     "server",
-    Scene(
-        "lab: two workers and a server",
-        (
-            HostKind("gpu", 40, 2, addresses=GPUS),
-            HostKind("spare", 40, computes=False, addresses=("10.9.0.3",)),
-        ),
-        "server",
-        accumulate=2,
-        more=MORE,
-    ),
+    replace(scenes.SERVER, name="lab: two workers and a server", accumulate=2, more=MORE),
     "lab",
     (
         fault.launcher_killed(),
@@ -90,15 +82,10 @@ SERVER = FaultScene(
 )
 SUMS = FaultScene(
     "sums",
-    Scene(
-        "lab: two workers and hosts that sum",
-        (
-            HostKind("gpu", 40, 2, addresses=GPUS),
-            HostKind(
-                "spare", 40, 3, computes=False, addresses=("10.9.0.3", "10.9.0.4", "10.9.0.5")
-            ),
-        ),
-        "summation",
+    replace(
+        scenes.SUMS,
+        name="lab: two workers and hosts that sum",
+        hosts=(scenes.SUMS.hosts[0], HostKind("spare", 100, 3, computes=False, addresses=SUMMING)),
         accumulate=2,
         more=KEPT,
     ),
@@ -140,10 +127,7 @@ RAY = FaultScene(
     "ray",
     Scene(
         "Ray: two workers and a server on three nodes",
-        (
-            HostKind("gpu", 1000, 2),
-            HostKind("spare", 1000, computes=False),
-        ),
+        (HostKind("gpu", 1000, 2), HostKind("spare", 1000, computes=False)),
         "server",
         accumulate=64,
         more=MORE,
@@ -156,8 +140,8 @@ RAY = FaultScene(
         fault.actor_killed("the server", ["serve"]),
         fault.supervisor_killed("Ray starts it again"),
         fault.actor_killed("the supervisor", ["roadtrain.launch.supervise"]),
-        fault.node_killed("gpu1"),
-        fault.raylet_killed("gpu1"),
+        fault.node_killed("gpu1", "all processes", RayNodes.kill),
+        fault.node_killed("gpu1", "the raylet", RayNodes.kill_raylet),
         fault.node_added("late"),
         fault.node_taken("gpu1", "the added one takes its place"),
     ),
@@ -184,7 +168,7 @@ def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
         theirs = without_faults(bench, scene, max(losses))
     except (RoadtrainError, OSError) as error:
         for each in scene.faults:
-            failed.setdefault(each, f"the scene ended: {_first(error)}")
+            failed.setdefault(each, f"the scene ended: {first_line(error)}")
     for each in scene.faults:
         goal = "it goes on with --resume" if each.again else "it goes on by itself"
         if each in failed:
@@ -218,7 +202,7 @@ def struck(
         more = ("--ray-address", nodes.address) if nodes else ()
         run = stack.enter_context(planned(bench, scene, f"f-{scene.name}", scene.on, *more))
         run.follow()
-        run.wait_log_step(0, START_S)
+        run.wait_log("] step ", 0, START_S)
         target = FaultTarget(run, nodes)
         for each in scene.faults:
             try:
@@ -226,7 +210,7 @@ def struck(
                 found.append(strike(target, each))
                 report = f"{found[-1].seconds:.1f} s, {found[-1].repeated} steps again"
             except (RoadtrainError, OSError) as error:
-                failed[each] = report = _first(error)
+                failed[each] = report = first_line(error)
                 go_on(run)
             print(f"{scene.scene.name}: step {run.step}: {each.what}: {report}", flush=True)
         run.wait_step(run.step + BETWEEN, START_S)
@@ -280,7 +264,3 @@ def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float
     if step not in losses or step not in theirs:
         return float("inf")
     return abs(losses[step] - theirs[step]) / abs(theirs[step])
-
-
-def _first(error: Exception) -> str:
-    return str(error).partition("\n")[0]

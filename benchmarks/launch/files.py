@@ -14,12 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common.report import Row
-from benchmarks.launch.bench import Bench, row
+from benchmarks.launch.bench import Bench, attempted, row
 from benchmarks.launch.local_slurm import MISSING, LocalSlurm
 from benchmarks.launch.run import LaunchedRun, command
 from benchmarks.launch.scene import CLUSTERS, SERVER, SUMS, Scene
 from roadtrain.config.machines import Machines
-from roadtrain.errors import RoadtrainError
 
 KINDS = ("slurm", "kubernetes")
 PORT = re.compile(r"(?<=:)[1-9]\d{3,4}(?![\d.])")
@@ -37,27 +36,22 @@ def rows(bench: Bench) -> Iterator[Row]:
         machines = bench.plan_of(run).machines
         assert machines is not None
         for kind in KINDS:
-            yield from written(run, scene, kind, machines)
+            yield from attempted(scene.name, written(run, scene, kind, machines))
 
 
 def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> Iterator[Row]:
     out = run.home / kind
     files = [str(run.home / name) for name in ("plan.toml", "job.toml")]
     what = f"files of {kind} pass their validator"
-    try:
-        image = ["--image", "roadtrain:0.2"] if kind == "kubernetes" else []
-        words = ["--write", kind, "--out", str(out), "--name", run.name, *image]
-        command("launch", *files, *words)
-    except RoadtrainError as error:
-        yield row(scene.name, f"{what}: {str(error).partition(chr(10))[0]}", "", None, "yes", False)
-        return
+    image = ["--image", "roadtrain:0.2"] if kind == "kubernetes" else []
+    command("launch", *files, "--write", kind, "--out", str(out), "--name", run.name, *image)
     texts = {path: path.read_text() for path in sorted(out.rglob("*")) if path.is_file()}
     wrong = [line for path, text in texts.items() for line in checked(kind, path, text)]
     if kind == "slurm":
         yield tried(out, [host.name for host in machines.hosts])
     first = f": {wrong[0]}" if wrong else ""
     yield row(scene.name, f"{what}{first}", "files", float(len(texts)), "yes", not wrong)
-    source = "".join(map(_read, files)) + str(run.home)
+    source = "".join(Path(file).read_text() for file in files) + str(run.home)
     ports = {str(port) for host in machines.hosts for port in host.ports}
     ports.add(str(machines.rendezvous_port))
     every = "".join(texts.values())
@@ -76,10 +70,6 @@ def _allowed(path: str, source: str) -> bool:
     """
     parents = [path, *map(str, Path(path).parents)][:-1]
     return path.startswith(SYSTEM) or any(p in source for p in parents if p.count("/") > 1)
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text()
 
 
 def tried(files: Path, hosts: Sequence[str]) -> Row:

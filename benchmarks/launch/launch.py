@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.report import Report, Row
-from benchmarks.launch.bench import Bench
-from roadtrain.errors import ConfigError, RoadtrainError
+from benchmarks.launch.bench import Bench, attempted
+from roadtrain.errors import ConfigError
 from roadtrain.lab import network_available
 
 ITEMS = ("plan", "start", "faults", "replan", "files")
@@ -39,13 +39,9 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
         bench = Bench(Path(home), quick)
         for name in only or ITEMS:
             print(f"launch: {name}", flush=True)
+            item = importlib.import_module(f"benchmarks.launch.{name}")
             try:
-                for row in importlib.import_module(f"benchmarks.launch.{name}").rows(bench):
-                    rows.append(row)
-            except RoadtrainError as error:
-                print(f"launch: {name} ended: {error}", flush=True)
-                message = str(error).partition("\n")[0]
-                rows.append(Row(name, message, "", None, goal="it runs", met=False))
+                rows += attempted(name, item.rows(bench))
             finally:
                 bench.forget_stores()
     return Report("launch", rows)

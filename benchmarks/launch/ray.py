@@ -8,12 +8,10 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.launch.scene import HostKind, Scene
 from roadtrain.errors import ConfigError
 from roadtrain.launch.ray.nodes import LABEL
 from roadtrain.units import MIB
@@ -25,17 +23,6 @@ FOUND_DEAD = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-
-
-def ray_scene() -> Scene:
-    """Describe two hosts with a worker each, without names or addresses."""
-    return Scene(
-        "two Ray nodes",
-        (HostKind("node", 1000, 2),),
-        "zero1",
-        accumulate=64,
-        seq_len=64,
-    )
 
 
 class RayNodes:
@@ -93,13 +80,3 @@ def on_nodes(*names: str) -> Iterator[RayNodes]:
         yield nodes
     finally:
         nodes.close()
-
-
-@contextmanager
-def on_ray(home: Path) -> Iterator[str]:
-    """Run a cluster of two nodes and yield its address. Raises ConfigError if Ray is not
-    installed.
-    """
-    home.mkdir(parents=True, exist_ok=True)
-    with on_nodes("", "") as nodes:
-        yield nodes.address

@@ -1,19 +1,16 @@
-"""Item `replan` of `launch`: compare the prediction of every stage of a step with its measurement.
-Then slow a link to a quarter of its rate, run `launch --replan`, and compare steps under the old
-and the new plan.
+"""Item `replan` of `launch`: slow a link to a quarter of its rate, run `launch --replan`, and
+compare steps under the old and the new plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
 
 from benchmarks.common.report import Row
-from benchmarks.launch.bench import START_S, STEP_S, Bench, differing, row
+from benchmarks.launch.bench import START_S, STEP_S, Bench, attempted, differing, row
 from benchmarks.launch.run import LaunchedRun, command
 from benchmarks.launch.scene import SERVED, STAGES, Scene
 from roadtrain.config.plan_file import load_plan_file
-from roadtrain.errors import RoadtrainError
 from roadtrain.launch.control_socket import ask_supervisor
 
 SLOWED, QUARTER = "gpu1", 0.25
@@ -22,11 +19,7 @@ STEPS = 10_000  # more steps than are made
 
 def rows(bench: Bench) -> Iterator[Row]:
     for name, scene in (("replan-served", SERVED), ("replan-stages", STAGES)):
-        try:
-            yield from slowed(bench, name, scene)
-        except RoadtrainError as error:
-            message = str(error).partition("\n")[0]
-            yield row(scene.name, message, "", None, "it runs", False)
+        yield from attempted(scene.name, slowed(bench, name, scene))
 
 
 def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
@@ -34,7 +27,6 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
     with bench.launched(scene, name, STEPS) as run:
         run.wait_step(bench.steps, bench.steps * STEP_S)
         first = run.step
-        yield from stages(bench, run, case)
         yield row(case, "a step before", "s", run.step_s(0, first))
         rate = scene.hosts[0].rate * QUARTER
         words = ["rate", SLOWED, "0", f"{rate:g}Mbit/s"]
@@ -70,18 +62,3 @@ def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
             step for step in differing(ours, theirs) if abs(ours[step] / theirs[step] - 1) > 1e-4
         ]
         return len([step for step in far if step <= until])
-
-
-def stages(bench: Bench, run: LaunchedRun, case: str) -> Iterator[Row]:
-    """Compare the predicted and the measured time of every stage of a step, for every rank."""
-    plan = bench.plan_of(run)
-    for rank in range(plan.plan.parallelism.devices):
-        lines = run.lines(rank)[-bench.steps // 2 :]
-        if not lines or "predicted" not in lines[-1]:
-            yield row(case, f"rank {rank}: predicted", "", None, "in metrics.jsonl", False)
-            continue
-        prediction = lines[-1]["predicted"]
-        for name, seconds in prediction["stages"].items():
-            got = median(line["stages"].get(name, {}).get("seconds", 0.0) for line in lines)
-            where = f"{prediction['where']} (rank {rank}), {name}"
-            yield row(case, where, "s", got, beside=("predicted", seconds))

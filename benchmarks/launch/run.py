@@ -232,19 +232,15 @@ class LaunchedRun:
         """Wait until the step is done, and return the seconds waited. Raises DeadlineError after
         `within_s` seconds, or RoadtrainError if the run ends before.
         """
+        return self.wait(lambda: self.step >= step, f"step {step}", within_s)
 
-        def done() -> bool:
-            return self.step >= step
+    def wait_log(self, text: str, offset: int, within_s: float) -> None:
+        """Wait until the run's log contains `text` at character `offset` or later."""
 
-        return self.wait(done, f"step {step}", within_s)
+        def there() -> bool:
+            return self.run_home.all_log.exists() and text in self.log()[offset:]
 
-    def wait_log_step(self, offset: int, within_s: float) -> None:
-        """Wait until worker 0 has reported a step in all.log at character `offset` or later."""
-
-        def stepped() -> bool:
-            return self.run_home.all_log.exists() and "] step " in self.log()[offset:]
-
-        self.wait(stepped, "a step", within_s)
+        self.wait(there, f"the line {text!r}", within_s)
 
     def wait_end(self, within_s: float) -> int:
         """Wait until the run has ended, and return its exit code."""

@@ -8,7 +8,7 @@ compute at the same time. Does NOT start the processes of a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,8 @@ SUMS = Scene(
     ),
     "summation",
 )
+# two Ray nodes with a worker each, without names or addresses
+RAY_NODES = Scene("two Ray nodes", (HostKind("node", 1000, 2),), "zero1", accumulate=64, seq_len=64)
 STAGES = Scene(
     "four hosts in a lab",
     (HostKind("gpu", 25, 4),),
@@ -182,9 +184,4 @@ STAGES = Scene(
     at_once=2,
 )
 # each pass moves all parameters, so two passes of one worker take less time than a slow link
-SERVED = Scene(
-    "two workers and a server",
-    (HostKind("gpu", 100, 2), HostKind("spare", 100, computes=False)),
-    "server",
-    accumulate=2,
-)
+SERVED = replace(SERVER, accumulate=2)

@@ -2,22 +2,20 @@
 at once. The results are the seconds of a micro-batch's forward and backward, and the rates of
 optimizer updates and of sums.
 
-    python -m benchmarks.launch.speed JOB.toml SECONDS SAMPLES    (one host: prints a line of JSON)
-
 Each process has one thread, as the workers have. Does NOT communicate.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ from roadtrain.training.staged_job import loss_of
 
 SECONDS = 4.0
 LIMIT_S = 240.0
-BEGIN = "begin"
 
 
 @dataclass(frozen=True)
@@ -50,33 +47,13 @@ class Speed:
 
 def speed(job: Path, hosts: int, samples: int) -> Speed:
     """Measure the speed of a host while `hosts` processes compute at once. `samples`: samples in a
-    micro-batch. Raises RuntimeError if a process fails.
+    micro-batch.
     """
-    words = [sys.executable, "-m", "benchmarks.launch.speed", str(job), str(SECONDS), str(samples)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for _ in range(hosts)
-    ]
-    try:
-        for process in processes:  # until all have imported torch and built the model
-            assert process.stdout is not None
-            if process.stdout.readline().strip() != BEGIN:
-                raise RuntimeError(
-                    f"a process that measures the speed of {job} ended before the measurement"
-                )
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        found = [json.loads(process.communicate(timeout=LIMIT_S)[0]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    pass_s = median(result["pass_s"] for result in found)
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Manager() as manager, ProcessPoolExecutor(hosts, spawn) as pool:
+        barrier = manager.Barrier(hosts, timeout=LIMIT_S)
+        tasks = [pool.submit(seconds_of_a_pass, job, samples, barrier) for _ in range(hosts)]
+        pass_s = median(task.result() for task in tasks)
     tree = load_job(job)
     config: Any = build_config(tree)
     if "vocab_size" not in tree.model.config:
@@ -95,13 +72,14 @@ def together() -> dict[str, float]:
     return processors(len(os.sched_getaffinity(0)))
 
 
-def main(job_file: str, seconds: str, samples: str) -> None:
+def seconds_of_a_pass(job_file: Path, samples: int, barrier: Barrier) -> float:
+    """Compute for some seconds, beginning together with the other processes at the barrier."""
     torch.set_num_threads(1)
     job = load_job(job_file)
     if "vocab_size" not in job.model.config:
         job = job.changed({"model.config.vocab_size": 256})
     model = build_model(job, "cpu")
-    tokens = torch.randint(256, (int(samples), job.data.seq_len + 1))
+    tokens = torch.randint(256, (samples, job.data.seq_len + 1))
     inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
     batch = MicroBatch((), inputs, tokens[:, 1:])
 
@@ -111,14 +89,9 @@ def main(job_file: str, seconds: str, samples: str) -> None:
         return time.perf_counter() - then
 
     compute()
-    print(BEGIN, flush=True)
-    sys.stdin.readline()
-    until = time.perf_counter() + float(seconds)
+    barrier.wait()
+    until = time.perf_counter() + SECONDS
     took = [compute()]
     while time.perf_counter() < until:
         took.append(compute())
-    print(json.dumps({"pass_s": median(took)}), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return median(took)

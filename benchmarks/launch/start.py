@@ -16,8 +16,9 @@ import psutil
 
 from benchmarks.common.report import Row
 from benchmarks.launch.bench import START_S, Bench, row
-from benchmarks.launch.ray import on_ray, ray_scene
+from benchmarks.launch.ray import on_nodes
 from benchmarks.launch.run import FoundProcess, LaunchedRun
+from benchmarks.launch.scene import RAY_NODES
 from roadtrain.errors import DeadlineError
 from roadtrain.launch.home import StartPhase
 from roadtrain.training.metrics import read_metrics
@@ -43,19 +44,21 @@ PARTS: Mapping[str, tuple[str, str]] = {
 def rows(bench: Bench) -> Iterator[Row]:
     case = "from nothing to the first step on two Ray nodes"
     home = bench.home / "start"
-    ray_scene().write(home, STEPS, "files")
+    RAY_NODES.write(home, STEPS, "files")
     then = time.time()
-    with on_ray(bench.home / "nodes") as address:
+    with on_nodes("", "") as nodes:
         cluster_s = time.time() - then
-        with LaunchedRun("bench-start", "ray", home, "--ray-address", address) as run:
-            run.plan("--placements", ray_scene().placements, "--constants", "measured")
+        with LaunchedRun("bench-start", "ray", home, "--ray-address", nodes.address) as run:
+            run.plan("--placements", RAY_NODES.placements, "--constants", "measured")
             began = run.start()
             run.wait(
                 lambda: StartPhase.STEPPED in run.state().stamps,
                 "the report of its first step",
                 START_S,
             )
-            ends = {**run.state().stamps, **_begun(run)}
+            ends: dict[str, float] = {**run.state().stamps}
+            ends[SUPERVISOR] = min(map(_began, run.supervisors()))
+            ends[WORKER] = _began(run.workers()[0])
             # the supervisor is notified later
             ends[StartPhase.PLACED] = min(ends[StartPhase.PLACED], ends[WORKER])
             run.stop()
@@ -71,11 +74,6 @@ def rows(bench: Bench) -> Iterator[Row]:
     whole = cluster_s + last - began
     beside = ("torchrun", torchrun_s(job, home))
     yield row(case, "whole", "s", whole, f"< {MOST_S:.0f} s", whole < MOST_S, beside=beside)
-
-
-def _begun(run: LaunchedRun) -> dict[str, float]:
-    """Return the start times of the supervisor and of worker 0, in seconds since the epoch."""
-    return {SUPERVISOR: min(map(_began, run.supervisors())), WORKER: _began(run.workers()[0])}
 
 
 def _began(process: FoundProcess) -> float:

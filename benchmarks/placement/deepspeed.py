@@ -4,51 +4,39 @@ the reference losses.
 
 The step time of a run is the mean over all steps after the first two. The measured time begins when
 the store is idle, and ends when every write of the last step is durable. Peak memory is the peak of
-the resident memory of the process and its children, including pinned and shared pages. Needs the
-extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated disk needs root.
+the resident memory of the process, including pinned and shared pages; no system starts further
+processes. Needs the extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated disk
+needs root.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import importlib.util
-import json
+import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
-import psutil
-
-from benchmarks.common.model420 import WARM_UP
+from benchmarks.common import model420
+from benchmarks.common.children import peak_bytes, run_child
 from benchmarks.common.report import Report, Row
-from roadtrain.errors import ConfigError, RoadtrainError
+from benchmarks.common.rows import row
+from roadtrain.errors import ConfigError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 
 RATE = 500e6  # of the emulated device, bytes/s in each direction
 IMAGE_BYTES = 14 * 10**9  # two slots of 14 bytes a parameter, and the file system's own
 FLOOR_BYTES = 12 * 419.5e6  # bytes read, and bytes written, a step: fp32 master and two moments
 SAME_LOSS = 1e-3  # nats; rounding alone moves a loss by about 1e-5
-OURS, PEER, PLAIN = ("model420", "--ours"), ("deepspeed_peer",), ("model420", "--plain")
+HOST_BUDGET = "2.25GiB"
+PEER = "benchmarks.placement.deepspeed_peer"
 
 
-@dataclass(frozen=True)
-class Run:
-    """Result of training in one process. `read_bytes` and `written_bytes`: bytes of one step.
-    `losses`: the loss of every step.
-    """
-
-    step_s: float
-    read_bytes: float
-    written_bytes: float
-    peak_bytes: int
-    losses: tuple[float, ...]
-    system: str
+Result = dict[str, Any]  # of a child, and the means of `train`
 
 
 def run(quick: bool = False) -> Report:
@@ -60,18 +48,15 @@ def run(quick: bool = False) -> Report:
     steps, reps = (4, 1) if quick else (8, 3)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         folder = Path(name)
-        train(("deepspeed_peer", "--build"), folder, steps)
-        plain = train(PLAIN, folder, steps)
-        here = alternate(folder / "this", steps, reps, folder)
+        run_child(importlib.import_module(PEER).build_ops)
+        plain = train("plain", steps)
+        here = alternate(folder / "this", steps, reps)
         rows = compare("this disk", here, goal=1.7, floor_s=None)
         if quick:
             why: str | None = "left out by --quick"
         elif (why := lab_available()) is None:
-            with (
-                LoopDevice(folder / "disk.img", IMAGE_BYTES) as disk,
-                Throttle([disk], RATE, RATE) as limit,
-            ):
-                there = alternate(disk.mount / "run", steps, reps - 1, folder, limit)
+            with LoopDevice(folder / "disk.img", IMAGE_BYTES) as disk:
+                there = alternate(disk.mount / "run", steps, reps - 1, disk.major_minor)
             rows += compare("emulated 500/500 MB/s", there, goal=1.9, floor_s=FLOOR_BYTES / RATE)
     if why is not None:
         rows.append(
@@ -85,7 +70,7 @@ def run(quick: bool = False) -> Report:
             "nats",
             ours,
             peer=peer,
-            peer_name=here["peer"][0].system,
+            peer_name=here["peer"][0]["system"],
             goal=f"ours <= {SAME_LOSS:g}",
             met=ours <= SAME_LOSS,
         )
@@ -93,151 +78,68 @@ def run(quick: bool = False) -> Report:
     return Report("deepspeed", rows)
 
 
-def alternate(
-    store: Path, steps: int, reps: int, folder: Path, limit: Throttle | None = None
-) -> dict[str, list[Run]]:
+def alternate(store: Path, steps: int, reps: int, device: str = "") -> dict[str, list[Result]]:
     """Run roadtrain ("ours") and DeepSpeed ("peer") in turn, `reps` times each, and return the
     results of both. `store`: directory that is empty before each run and removed afterwards.
-    `limit`: throttle of the disk, or None.
+    `device`: MAJ:MIN of the disk to throttle, or "".
     """
-    runs: dict[str, list[Run]] = {"peer": [], "ours": []}
+    runs: dict[str, list[Result]] = {"peer": [], "ours": []}
     for rep in range(reps):
-        for who, what in list({"peer": PEER, "ours": OURS}.items())[:: -1 if rep % 2 else 1]:
-            with _emptied(store):
-                runs[who].append(train((*what, "--dir", str(store)), folder, steps, limit))
+        for who in list(runs)[:: -1 if rep % 2 else 1]:
+            store.mkdir()
+            try:
+                runs[who].append(train(who, steps, str(store), device))
+            finally:
+                shutil.rmtree(store)
     return runs
 
 
-@contextlib.contextmanager
-def _emptied(store: Path) -> Iterator[None]:
-    store.mkdir()
-    try:
-        yield
-    finally:
-        shutil.rmtree(store)
-
-
 def compare(
-    case: str, runs: dict[str, list[Run]], *, goal: float, floor_s: float | None
+    case: str, runs: dict[str, list[Result]], *, goal: float, floor_s: float | None
 ) -> list[Row]:
-    ours, peer, name = runs["ours"], runs["peer"], runs["peer"][0].system
-    step = median(r.step_s for r in ours), median(r.step_s for r in peer)
-    peak = max(r.peak_bytes for r in ours), min(r.peak_bytes for r in peer)
+    name, sides = runs["peer"][0]["system"], (runs["ours"], runs["peer"])
+    step, theirs = (median(r["step_s"] for r in side) for side in sides)
+    peak, least = max(r["peak_bytes"] for r in sides[0]), min(r["peak_bytes"] for r in sides[1])
+    of_floor, time_goal = floor_s and floor_s / step, f"ratio >= {goal:g}"
     rows = [
-        Row(
-            case,
-            "step time",
-            "s",
-            *step,
-            name,
-            step[1] / step[0],
-            floor_s and floor_s / step[0],
-            f"ratio >= {goal:g}",
-            step[1] / step[0] >= goal,
-        ),
-        Row(
-            case,
-            "peak memory",
-            "MB",
-            peak[0] / 1e6,
-            peer=peak[1] / 1e6,
-            peer_name=name,
-            ratio=peak[1] / peak[0],
-            goal="ratio >= 3",
-            met=peak[1] / peak[0] >= 3,
-        ),
+        row(case, "step time", "s", step, (theirs, name), of_floor=of_floor, goal=time_goal),
+        row(case, "peak memory", "MB", peak, (least, name), goal="ratio >= 3"),
     ]
     for way in ("read", "written"):
-        moved = [median(getattr(r, f"{way}_bytes") for r in runs_) for runs_ in (ours, peer)]
-        rows.append(
-            Row(
-                case,
-                f"{way} a step",
-                "MB",
-                moved[0] / 1e6,
-                peer=moved[1] / 1e6,
-                peer_name=name,
-                ratio=moved[1] / moved[0],
-            )
-        )
+        moved, theirs = (median(r[f"{way}_bytes"] for r in side) for side in sides)
+        rows.append(row(case, f"{way} a step", "MB", moved, (theirs, name)))
     return rows
 
 
-def distance(result: Run, plain: Run) -> float:
-    return max(abs(a - b) for a, b in zip(result.losses, plain.losses, strict=True))
+def distance(result: Result, plain: Result) -> float:
+    return max(abs(a - b) for a, b in zip(result["losses"], plain["losses"], strict=True))
 
 
-def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | None = None) -> Run:
-    """Train in a child process, and return its result.
+def train(who: str, steps: int, store: str = "", device: str = "") -> Result:
+    """Train in a process of its own, and return its result, with the mean seconds and bytes of a
+    step. Raises RoadtrainError if the process fails.
 
     Args:
-        what: name of a module of this package, and its arguments
-        folder: directory for the result and the log of the process
-        limit: throttle of the disk, or None
-
-    Raises:
-        RoadtrainError: the process failed; the message ends with its last output
+        who: "ours", "peer" (DeepSpeed) or "plain" (torch)
+        store: directory for the state
+        device: MAJ:MIN of the disk to throttle, or ""
     """
-    out, log = folder / "result.json", folder / "log.txt"
-    out.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        f"benchmarks.{what[0]}",
-        *what[1:],
-        "--steps",
-        str(steps),
-        "--json",
-        str(out),
-    ]
-    with (
-        log.open("wb") as sink,
-        subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as process,
-    ):
-        try:
-            if limit is not None:
-                limit.enter_process(process.pid)  # before the process opens its first file
-            watch = _Watch(process.pid)
-            process.wait()
-        finally:
-            process.kill()
-    if process.returncode:
-        raise RoadtrainError(
-            f"{what[0]} ended with exit code {process.returncode}: "
-            f"{log.read_text(errors='replace')[-2000:]}"
-        )
-    if not out.exists():  # `--build` only compiles
-        return Run(0.0, 0.0, 0.0, 0, (), "")
-    result = json.loads(out.read_text())
-    kept = result["steps"][WARM_UP:] or [{}]
-    each = {
-        name: mean(step.get(name, 0.0) for step in kept)
-        for name in ("step_s", "read_bytes", "written_bytes")
-    }
-    return Run(
-        **each,
-        peak_bytes=max(watch.ended(), result["peak_bytes"]),
-        losses=tuple(result["losses"]),
-        system=result["system"],
-    )
+    result: Result = run_child(child, who=who, steps=steps, store=store, device=device)
+    kept = result["steps"][model420.WARM_UP :] or [{}]
+    for name in ("step_s", "read_bytes", "written_bytes"):
+        result[name] = mean(step.get(name, 0.0) for step in kept)
+    return result
 
 
-class _Watch:
-    """Samples the resident memory of a process and its children, and keeps the peak of the sum."""
-
-    def __init__(self, pid: int) -> None:
-        self._root, self._peak = psutil.Process(pid), 0
-        self._thread = threading.Thread(target=self._sample, name="watch", daemon=True)
-        self._over = threading.Event()
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._over.wait(0.1):
-            with contextlib.suppress(psutil.Error):
-                family = [self._root, *self._root.children(recursive=True)]
-                self._peak = max(self._peak, sum(process.memory_info().rss for process in family))
-
-    def ended(self) -> int:
-        self._over.set()
-        self._thread.join()
-        return self._peak
+def child(who: str, steps: int, store: str, device: str) -> Result:
+    with ExitStack() as stack:
+        if device:  # before the process opens its first file
+            stack.enter_context(Throttle([device], RATE, RATE)).enter_process(os.getpid())
+        if who == "plain":
+            losses = model420.plain_losses(steps, compute=model420.compute_default())
+            result: Result = {"system": "torch", "losses": losses, "steps": []}
+        elif who == "ours":
+            result = model420.train_ours(steps, store, HOST_BUDGET)
+        else:
+            result = importlib.import_module(PEER).train(steps, store)
+    return result | {"peak_bytes": peak_bytes()}

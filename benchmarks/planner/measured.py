@@ -260,41 +260,17 @@ def run(quick: bool = False) -> Report:
         goals = {"MAPE": 0.10 if family in MIXED else 0.08, "median": 0.05}
         for figure in ("MAPE", "median", "P90", "bias"):
             goal = goals.get(figure)
-            rows.append(
-                Row(
-                    case,
-                    figure,
-                    "",
-                    mine[figure],
-                    peer=peer.get(figure),
-                    peer_name="closed form, 5 constants",
-                    goal=f"{goal:g}" if goal else None,
-                    met=mine[figure] <= goal if goal else None,
-                )
-            )
+            made = Row(case, figure, "", mine[figure], peer.get(figure), "closed form, 5 constants")
+            if goal:
+                made = replace(made, goal=f"{goal:g}", met=mine[figure] <= goal)
+            rows.append(made)
         flat = constant_efficiency(own)
-        rows.append(
-            Row(
-                case,
-                "MAPE",
-                "",
-                mine["MAPE"],
-                peer=errors([(flat(r), r.seconds) for r in own])["MAPE"],
-                peer_name="constant efficiency",
-            )
-        )
+        theirs = errors([(flat(r), r.seconds) for r in own])["MAPE"]
+        rows.append(Row(case, "MAPE", "", mine["MAPE"], theirs, "constant efficiency"))
         if family in HELD_OUT and not quick:
             found = errors(held_out(own, name))
-            rows += [
-                Row(
-                    f"{family}, each model size left out of the fit",
-                    figure,
-                    "",
-                    found[figure],
-                    *[None] * 6,
-                )
-                for figure in ("MAPE", "median", "P90", "bias")
-            ]
+            case = f"{family}, each model size left out of the fit"
+            rows += [Row(case, figure, "", value) for figure, value in found.items()]
     return Report("measured", rows + memory_rows())
 
 

@@ -119,12 +119,14 @@ def device_peak(run: Run) -> float:
     return max(need.nbytes for need in found if need.where.endswith("device"))
 
 
-def cluster(hosts: int, devices: int, device: str, inside: str, network: str) -> Cluster:
+def cluster(n: int, most: int, device: str, inside: str, network: str) -> Cluster:
+    """Describe hosts with `n` devices, at most `most` each."""
+    hosts = -(-n // most)
     nics = [{"kind": "infiniband", "rate": network}] if hosts > 1 else []
     host = {
         "name": "host",
         "count": hosts,
-        "devices": devices,
+        "devices": min(n, most),
         "device": device,
         "fabric": inside,
         "memory": "1TB",
@@ -203,7 +205,7 @@ def _vtrain(row: dict[str, Any]) -> RunParts:
         activation_checkpointing=True,
         overlap=False,
     )
-    where = cluster(max(1, n // 8), min(8, n), "A100-80GB", "230GB/s", "800Gbit/s")
+    where = cluster(n, 8, "A100-80GB", "230GB/s", "800Gbit/s")
     return row["group"], f"{h}x{layers}", where, gpt(layers, h, heads, seq_len=s), plan
 
 
@@ -215,13 +217,8 @@ def _foundry(row: dict[str, Any]) -> RunParts:
     size, length = re.search(r"MPT-(\w+) .*seq (\d+)", row["model"]).groups()  # type: ignore[union-attr]
     h100, fp8 = row["hardware"].startswith("h100"), how["precision"] == "amp_fp8"
     device = "H100-80GB" if h100 else "A100-80GB" if "80gb" in row["hardware"] else "A100-40GB"
-    where = cluster(
-        max(1, n // 8),
-        min(8, n),
-        device,
-        "400GB/s" if h100 else "230GB/s",
-        "3200Gbit/s" if h100 else "1600Gbit/s",
-    )
+    inside, outside = ("400GB/s", "3200Gbit/s") if h100 else ("230GB/s", "1600Gbit/s")
+    where = cluster(n, 8, device, inside, outside)
     model = Transformer(*MPT[size], 50368, int(length), fused=True, biases=False).shape(
         f"MPT-{size}"
     )
@@ -252,14 +249,10 @@ def _titan(row: dict[str, Any]) -> RunParts:
         _found(r"(Llama-[\d.]+-\d+B)", row["model"]),
         int(_found(r"seq (\d+)", row["model"])),
     )
-    a100 = "A100" in row["hardware"]
-    where = cluster(
-        max(1, n // 8),
-        min(8, n),
-        "A100-80GB" if a100 else "H100-96GB",
-        "230GB/s" if a100 else "325GB/s",
-        "1600Gbit/s" if a100 else "3200Gbit/s",
-    )
+    rates = ("H100-96GB", "325GB/s", "3200Gbit/s")
+    if "A100" in row["hardware"]:
+        rates = ("A100-80GB", "230GB/s", "1600Gbit/s")
+    where = cluster(n, 8, *rates)
     pp = how.get("pp", 1)
     parallelism = Parallelism(
         how["fsdp"],
@@ -317,7 +310,7 @@ def _simumax(row: dict[str, Any]) -> RunParts:
         sizes=ElementBytes(gradient_bytes=4),
         framework=Framework(output_bytes=4, context_bytes=0),
     )
-    return row["group"], name, cluster(1, 8, "B200-180GB", "650GB/s", ""), model, plan
+    return row["group"], name, cluster(8, 8, "B200-180GB", "650GB/s", ""), model, plan
 
 
 def _bridge(row: dict[str, Any]) -> RunParts:
@@ -359,7 +352,7 @@ def _bridge(row: dict[str, Any]) -> RunParts:
         memory=PlanMemory(slots=2),
         framework=Framework(precision=precision),
     )
-    where = cluster(-(-n // most), min(n, most), device, inside, f"{outside * min(n, most)}Gbit/s")
+    where = cluster(n, most, device, inside, f"{outside * min(n, most)}Gbit/s")
     return f"megatron-{kind.lower()}", name, where, model, plan
 
 
@@ -396,9 +389,7 @@ def _sailor(row: dict[str, Any]) -> RunParts:
         sizes=ElementBytes(state_bytes=16),
     )
     if not mixed:
-        where = cluster(
-            -(-row["n_gpus"] // 4), min(4, row["n_gpus"]), "GH200-96GB", "120GB/s", "800Gbit/s"
-        )
+        where = cluster(row["n_gpus"], 4, "GH200-96GB", "120GB/s", "800Gbit/s")
         return row["group"], name, where, model, plan
     hosts = []
     for stage, text in enumerate(re.findall(r"stage\d+: ([^;(]*)", row["hardware"])):
@@ -439,7 +430,7 @@ def _offload(row: dict[str, Any]) -> RunParts:
         staleness=int(late),
         activation_checkpointing=True,
     )
-    where = cluster(1, n, "A100-40GB", "230GB/s", "")
+    where = cluster(n, n, "A100-40GB", "230GB/s", "")
     rate = parse_rate(fitted("deepspeed-offload")["updates"]) * (4 if late else 1)
     host = where.hosts[0].model_copy(update={"updates": rate})
     model = shape(named(row["model"]).name, seq_len=1024)

@@ -10,33 +10,21 @@ of the pick takes at most 1.10 times as long as a step of the fastest way. Needs
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
-import time
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import Report, Row
-from benchmarks.planner.reality import STEPS, calibrated, job_of, rate
-from roadtrain.config.cluster import Cluster, make_cluster
+from benchmarks.common.rows import row
+from benchmarks.planner.reality import Case, calibrated, job_of, lab_cluster, measured
 from roadtrain.config.models import from_config
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
-from roadtrain.lab import (
-    CARRIED,
-    LabNic,
-    LoopDevice,
-    Network,
-    Throttle,
-    lab_available,
-    network_available,
-)
+from roadtrain.lab import lab_available, network_available
 from roadtrain.planner.calibrate import EXACT
-from roadtrain.planner.calibrate_lab import servers, workers
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.search import search
-from roadtrain.units import MIB
 
 # bytes/s of a device's reads and writes, number of devices, bytes/s of the link in each direction
 CLUSTERS = (
@@ -61,71 +49,38 @@ def run(quick: bool = False) -> Report:
         home = Path(name)
         machine = calibrated(home, 1, WORDS)
         for read, write, many, link in CLUSTERS[:1] if quick else CLUSTERS:
-            cluster = described(machine, read, write, many, link)
+            cluster = lab_cluster(
+                "lab", machine, ssds=many, rates=(read, write), link=link, servers=1
+            )
             answer = search(
                 cluster, shape, EXACT, batch=1, placements=("files", "server"), explain=False
             )
             assert answer.pick is not None
-            pick = way_of(answer.pick.plan)
-            took = {way: measured(way, home, read, write, many, link) for way in WAYS}
+            pick, predicted = way_of(answer.pick.plan), answer.pick.result.seconds
+            cases = [Case(WAYS[0], "files", (read, write), many)] + [
+                Case(way, "server", (link,), words=(("servers.buffering", way.split()[1]),))
+                for way in WAYS[1:]
+            ]
+            took = {case.name: measured(case, home, 1, WORDS)[0].step_s for case in cases}
             best = min(took, key=lambda way: took[way])
             case = (
                 f"{many} device(s) of {read / 1e6:g} and {write / 1e6:g} MB/s, a link of"
                 f" {8 * link / 1e6:g} Mbit/s"
             )
-            rows.append(
-                Row(
-                    case,
-                    f"a step, the pick: {pick}",
-                    "s",
-                    took[pick],
-                    peer=took[best],
-                    peer_name=f"the fastest: {best}",
-                    ratio=took[best] / took[pick],
-                    goal=f"within {GOAL:.2f} x",
-                    met=took[pick] <= GOAL * took[best],
-                )
-            )
+            fastest = (took[best], f"the fastest: {best}")
+            picked = row(case, f"a step, the pick: {pick}", "s", took[pick], fastest)
+            met = took[pick] <= GOAL * took[best]
+            rows.append(replace(picked, goal=f"within {GOAL:.2f} x", met=met))
             rows += [Row(case, f"a step, {way}", "s", took[way]) for way in WAYS]
-            rows.append(
-                Row(
-                    case,
-                    "a step of the pick, predicted",
-                    "s",
-                    answer.pick.result.seconds,
-                    peer=took[pick],
-                    peer_name="measured",
-                    of_floor=answer.pick.result.seconds / took[pick],
-                )
-            )
+            real, of_floor = (took[pick], "measured"), predicted / took[pick]
+            metric = "a step of the pick, predicted"
+            rows.append(row(case, metric, "s", predicted, real, of_floor=of_floor))
             print(
-                f"{case}: picked {pick}, predicted {answer.pick.result.seconds:.2f} s; "
+                f"{case}: picked {pick}, predicted {predicted:.2f} s; "
                 + ", ".join(f"{way} {seconds:.2f} s" for way, seconds in took.items()),
                 flush=True,
             )
     return Report("picked", rows)
-
-
-def described(machine: Cluster, read: float, write: float, many: int, link: float) -> Cluster:
-    own: dict[str, Any] = machine.hosts[0].model_dump(mode="json", by_alias=True)
-    nics = [{"rate": rate(link * CARRIED)}]
-    ssd = {
-        "count": many,
-        "read": rate(read),
-        "write": rate(write),
-        "mixed": 2,
-        "depth": 1,
-        "capacity": "600MB",
-    }
-    server = {
-        "name": "server",
-        "memory": "24GB",
-        "memory_rate": "20GB/s",
-        "updates": own["updates"],
-        "sums": own["sums"],
-        "nics": nics,
-    }
-    return make_cluster({"name": "lab", "hosts": [{**own, "nics": nics, "ssds": [ssd]}, server]})
 
 
 def way_of(plan: Plan) -> str:
@@ -133,35 +88,3 @@ def way_of(plan: Plan) -> str:
     if plan.placement.name == "files":
         return WAYS[0]
     return WAYS[1] if plan.memory.slots >= EVERY else WAYS[2]
-
-
-def measured(way: str, home: Path, read: float, write: float, many: int, link: float) -> float:
-    """Run the job and return the measured seconds of a step.
-
-    Args:
-        way: name of the way to run the job
-        read: bytes/s of each SSD's reads
-        write: bytes/s of each SSD's writes
-        many: number of SSDs
-        link: bytes/s of the link in each direction
-    """
-    words: dict[str, Any] = {**WORDS, "run.dir": str(home / "run" / str(time.monotonic_ns()))}
-    with ExitStack() as stack:
-        if way == WAYS[0]:
-            devices = [
-                stack.enter_context(LoopDevice(home / f"ssd{i}", 600 * MIB)) for i in range(many)
-            ]
-            limit = stack.enter_context(Throttle(devices, read, write))
-            words["store.files"] = [str(Path(device.mount) / "store") for device in devices]
-            found = workers([(subprocess.Popen, job_of(words))], home, 1, STEPS, limit)
-        else:
-            network = stack.enter_context(Network({name: [LabNic(link)] for name in ("w0", "s0")}))
-            where = stack.enter_context(servers(network, 1, home, "--budget", "400MiB"))
-            words |= {
-                "servers.addresses": where,
-                "budget.host": "400MiB",
-                "servers.token_file": str(home / "token"),
-                "servers.buffering": way.split()[1],
-            }
-            found = workers([(network.hosts["w0"].run, job_of(words))], home, 1, STEPS)
-    return found[0].step_s

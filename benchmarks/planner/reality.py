@@ -18,9 +18,9 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.common.buffers import buffer_bytes
 from benchmarks.common.report import Report, Row
+from benchmarks.common.rows import row
 from benchmarks.sums import steps as summation_steps
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
@@ -44,6 +45,7 @@ from roadtrain.lab import (
 )
 from roadtrain.planner.calibrate import EXACT, fit_rates
 from roadtrain.planner.calibrate_lab import servers, workers
+from roadtrain.planner.calibrate_steps import Measured
 from roadtrain.planner.measure import shape_of
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.stages.parallelism import Parallelism
@@ -59,7 +61,9 @@ CONFIG = {
     "num_key_value_heads": 6,
     "max_position_embeddings": 256,
 }
-BUDGET = "96MiB"
+BUDGET, ROOMY = "96MiB", "400MiB"
+IN_MEMORY: Mapping[str, Any] = {"store.files": [], "budget.host": ROOMY}
+MEMORY = {"memory": "24GB", "memory_rate": "20GB/s"}  # of every host and device
 GOAL, ENOUGH = 0.10, 10
 
 
@@ -119,23 +123,9 @@ def run(quick: bool = False) -> Report:
                 f"({result.seconds / real.step_s - 1:+.1%})",
                 flush=True,
             )
-    near = sum(
-        row.of_floor is not None and abs(row.of_floor - 1) <= GOAL
-        for row in rows
-        if row.metric == "a step"
-    )
-    cases = sum(row.metric == "a step" for row in rows)
-    rows.append(
-        Row(
-            "all",
-            f"within {GOAL:.0%}, of {cases}",
-            "",
-            float(near),
-            goal=f"ours >= {ENOUGH}",
-            met=near >= ENOUGH,
-        )
-    )
-    return Report("reality", rows)
+    near = [made.met is True for made in rows if made.metric == "a step"]
+    metric, goal = f"within {GOAL:.0%}, of {len(near)}", f"ours >= {ENOUGH}"
+    return Report("reality", [*rows, row("all", metric, "", float(sum(near)), goal=goal)])
 
 
 @dataclass(frozen=True)
@@ -146,34 +136,15 @@ class Real:
 
 
 def _rows(case: Case, real: Real, result: Result) -> list[Row]:
-    off = result.seconds / real.step_s
-    rows = [
-        Row(
-            case.name,
-            "a step",
-            "s",
-            result.seconds,
-            peer=real.step_s,
-            peer_name="measured",
-            of_floor=off,
-            goal=f"within {GOAL:.0%}",
-            met=abs(off - 1) <= GOAL,
-        )
-    ]
+    figures = [("a step", "s", result.seconds, real.step_s, GOAL)]
     if real.memory:
-        rows.append(
-            Row(
-                case.name,
-                "buffers of a worker",
-                "MB",
-                real.planned / 1e6,
-                peer=real.memory / 1e6,
-                peer_name="measured",
-                of_floor=real.planned / real.memory,
-                goal="within 5 %",
-                met=abs(real.planned / real.memory - 1) <= 0.05,
-            )
-        )
+        figures.append(("buffers of a worker", "MB", real.planned, real.memory, 0.05))
+    rows = []
+    for metric, unit, ours, found, within in figures:
+        off = ours / found
+        made = row(case.name, metric, unit, ours, (found, "measured"), of_floor=off)
+        goal, met = f"within {within:.0%}", abs(off - 1) <= within
+        rows.append(replace(made, ratio=None, goal=goal, met=met))
     return rows
 
 
@@ -200,98 +171,100 @@ def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
         threads: number of torch threads of this run
         words: maps an option of the job to its value
     """
-    job = job_of(
-        {
-            **words,
-            "run.dir": str(home / f"known{threads}"),
-            "store.files": [],
-            "budget.host": "400MiB",
-        }
-    )
+    job_options: dict[str, Any] = {"run.dir": str(home / f"known{threads}"), **IN_MEMORY}
+    job = job_of({**words, **job_options})
     found = workers([(subprocess.Popen, job)], home, threads, STEPS)[0]
-    host = {
-        "name": "here",
-        "devices": 1,
-        "device": {
-            "kind": "cpu" if threads > 1 else "device",
-            "flops": "1TFLOP/s",
-            "memory": "24GB",
-            "memory_rate": "20GB/s",
-            "copy": "10GB/s",
-        },
-        "memory": "24GB",
-        "memory_rate": "20GB/s",
-    }
+    kind = "cpu" if threads > 1 else "device"
+    host = {"name": "here", "devices": 1, "device": device(1e12, kind), **MEMORY}
     return fit_rates(make_cluster({"name": "here", "hosts": [host]}), found)
 
 
-def _placed(case: Case, home: Path, machines: Mapping[int, Cluster]) -> tuple[Real, Result]:
-    words = {**dict(case.words), "run.dir": str(home / "run" / str(time.monotonic_ns()))}
+def device(flops: float, kind: str) -> dict[str, Any]:
+    return {"kind": kind, "flops": f"{flops / 1e12}TFLOP/s", "copy": "10GB/s", **MEMORY}
+
+
+def measured(case: Case, home: Path, threads: int, words: Mapping[str, Any]) -> list[Measured]:
+    """Run the job of a case and return the measurements of its workers.
+
+    Args:
+        threads: number of torch threads of a worker
+        words: options of the job, besides those of the case
+    """
+    words = {**words, **dict(case.words), "run.dir": str(home / "run" / str(time.monotonic_ns()))}
     with ExitStack() as stack:
+        if case.kind == "memory":
+            return workers(
+                [(subprocess.Popen, job_of({**words, **IN_MEMORY}))], home, threads, STEPS
+            )
         if case.kind == "files":
-            devices = [
-                stack.enter_context(LoopDevice(home / f"ssd{i}", 600 * MIB))
-                for i in range(case.many)
-            ]
+            made = (LoopDevice(home / f"ssd{i}", 600 * MIB) for i in range(case.many))
+            devices = [stack.enter_context(ssd) for ssd in made]
             limit = stack.enter_context(Throttle(devices, *case.rates))
-            words["store.files"] = [str(Path(device.mount) / "store") for device in devices]
-            found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS, limit)
-        # measured again, because the processors' speed varies over minutes
-        elif case.kind == "memory":
-            machines = {2: calibrated(home, 2, {})}
-            words |= {"store.files": [], "budget.host": "400MiB"}
-            found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS)
-        else:
-            names = [
-                f"{kind}{i}"
-                for kind, n in (("w", case.workers), ("s", case.many))
-                for i in range(n)
-            ]
-            network = stack.enter_context(
-                Network({name: [LabNic(case.rates[0])] for name in names})
-            )
-            words["servers.addresses"] = stack.enter_context(
-                servers(network, case.many, home, "--budget", "400MiB")
-            )
-            words["servers.token_file"] = str(home / "token")
-            words["budget.host"] = "400MiB"
-            found = workers(
-                [(network.hosts[f"w{i}"].run, job_of(words)) for i in range(case.workers)],
-                home,
-                1,
-                STEPS,
-            )
-    plan, shape = found[0].plan, found[0].shape
-    host = machines[1 if case.kind == "server" else 2].hosts[0]
-    hosts: list[dict[str, Any]] = [host.model_dump(mode="json", by_alias=True)]
-    if case.kind == "files":
-        read, write = case.rates
-        hosts[0]["ssds"] = [
+            words["store.files"] = [str(Path(ssd.mount) / "store") for ssd in devices]
+            return workers([(subprocess.Popen, job_of(words))], home, threads, STEPS, limit)
+        hosts = [f"w{i}" for i in range(case.workers)]
+        names = hosts + [f"s{i}" for i in range(case.many)]
+        network = stack.enter_context(Network({name: [LabNic(case.rates[0])] for name in names}))
+        job = job_of(
             {
-                "count": case.many,
-                "read": rate(read),
-                "write": rate(write),
-                "mixed": 2,
-                # the throttle serves requests in the order of their arrival
-                "depth": 1,
-                "capacity": "600MB",
-            }
-        ]
-    if case.kind == "server":
-        nics = [{"rate": rate(case.rates[0] * CARRIED)}]
-        hosts[0] |= {"nics": nics, "count": case.workers}
-        hosts.append(
-            {
-                "name": "server",
-                "count": case.many,
-                "memory": "24GB",
-                "memory_rate": "20GB/s",
-                "nics": nics,
-                "updates": hosts[0]["updates"],
-                "sums": hosts[0]["sums"],
+                **words,
+                "servers.addresses": stack.enter_context(
+                    servers(network, case.many, home, "--budget", ROOMY)
+                ),
+                "servers.token_file": str(home / "token"),
+                "budget.host": ROOMY,
             }
         )
-    cluster = make_cluster({"name": case.name, "hosts": hosts})
+        starts = [(network.hosts[name].run, job) for name in hosts]
+        return workers(starts, home, threads, STEPS)
+
+
+def lab_cluster(
+    name: str,
+    machine: Cluster,
+    *,
+    ssds: int = 0,
+    rates: Sequence[float] = (),
+    link: float = 0.0,
+    workers: int = 1,
+    servers: int = 0,
+) -> Cluster:
+    """Describe the hosts of a lab.
+
+    Args:
+        machine: cluster whose first host has the rates of a worker
+        ssds: number of SSDs of a worker
+        rates: bytes/s of an SSD's reads and writes
+        link: bytes/s of a host's link in each direction; 0: no network
+    """
+    own: dict[str, Any] = machine.hosts[0].model_dump(mode="json", by_alias=True)
+    nics = {"nics": [{"rate": rate(link * CARRIED)}]} if link else {}
+    worker = own | nics | {"count": workers}
+    if ssds:
+        read, write = map(rate, rates)
+        # the throttle serves requests in the order of their arrival
+        ssd = {"count": ssds, "read": read, "write": write, "mixed": 2, "depth": 1}
+        worker["ssds"] = [ssd | {"capacity": "600MB"}]
+    server = {"name": "server", "count": servers, **MEMORY, **nics}
+    server |= {key: own[key] for key in ("updates", "sums")}
+    return make_cluster({"name": name, "hosts": [worker, server] if servers else [worker]})
+
+
+def _placed(case: Case, home: Path, machines: Mapping[int, Cluster]) -> tuple[Real, Result]:
+    threads = 1 if case.kind == "server" else 2
+    machine = machines[threads]
+    if case.kind == "memory":  # again, because the processors' speed varies over minutes
+        machine = calibrated(home, threads, {})
+    found = measured(case, home, threads, {})
+    plan, shape = found[0].plan, found[0].shape
+    if case.kind == "files":
+        cluster = lab_cluster(case.name, machine, ssds=case.many, rates=case.rates)
+    elif case.kind == "server":
+        cluster = lab_cluster(
+            case.name, machine, link=case.rates[0], workers=case.workers, servers=case.many
+        )
+    else:
+        cluster = lab_cluster(case.name, machine)
     real = Real(
         max(worker.step_s for worker in found), found[0].memory, buffer_bytes(plan, shape.blocks)
     )
@@ -329,26 +302,12 @@ def _sums(case: Case) -> tuple[Real, Result]:
         "name": "worker",
         "count": case.workers,
         "devices": 1,
-        "memory": "24GB",
-        "memory_rate": "20GB/s",
-        "device": {
-            "flops": f"{flops / 1e12}TFLOP/s",
-            "memory": "24GB",
-            "memory_rate": "20GB/s",
-            "copy": "10GB/s",
-        },
+        "device": device(flops, "device"),
+        **MEMORY,
         "nics": nics,
     }
-    spare = [
-        {
-            "name": "spare",
-            "count": case.many,
-            "memory": "24GB",
-            "memory_rate": "20GB/s",
-            "nics": nics,
-        }
-    ]
-    cluster = make_cluster({"name": case.name, "hosts": [own, *spare[: case.many]]})
+    spare = {"name": "spare", "count": case.many, **MEMORY, "nics": nics}
+    cluster = make_cluster({"name": case.name, "hosts": [own, spare] if case.many else [own]})
     plan = Plan(
         placement("summation"),
         Parallelism(dp=case.workers),

@@ -10,7 +10,7 @@ bound holds. Nothing is measured on this machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from json import dumps, loads
@@ -33,6 +33,7 @@ from roadtrain.storage.direct import replace_file
 from roadtrain.sums.protocol.shares import busiest, cut, optimum, order, reducers
 
 NEAR = 0.10
+PRINTED = ("id", "role", "source", "metric", "unit", "qualifier")  # fields of a printed result
 
 
 @dataclass(frozen=True)
@@ -660,16 +661,11 @@ def rows(paper: str = "") -> list[Row]:
             ours = values.get(result["id"])
             error = compare(ours, result["value"], result["qualifier"], result["metric"])
             row = Row(
-                result["id"],
-                result["role"],
-                name,
-                result["source"],
-                result["metric"],
-                result["unit"],
-                result["qualifier"],
-                result["value"],
-                ours,
-                error,
+                paper=name,
+                ours=ours,
+                error=error,
+                printed=result["value"],
+                **{key: result[key] for key in PRINTED},
             )
             missed = row.near is False or (ours is None and row.role == "target")
             why = (
@@ -677,7 +673,7 @@ def rows(paper: str = "") -> list[Row]:
                 if missed
                 else ""
             )
-            out.append(Row(**{**asdict(row), "why": why}))
+            out.append(replace(row, why=why))
     return out
 
 

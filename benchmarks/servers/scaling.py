@@ -18,35 +18,31 @@ Ethernet frame.
 
 For comparison, FSDP2 over gloo in bf16 runs over the same links. The time of a step is the mean
 over all steps except the first two. Needs root. Does NOT emulate latency.
-
-    python -m benchmarks.servers.scaling --probe ADDRESS --nbytes N [--listen] --json OUT
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from benchmarks.common.children import run_children
+from benchmarks.common.lab import Lab, Measured, Scene
+from benchmarks.common.lab_worker import WARM_UP, WorkerSpec, block_elements
 from benchmarks.common.report import Report, Row, cores
-from benchmarks.servers.cluster import WARM_UP, Cluster
-from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED, network_available
 from roadtrain.units import KIB
 
 COUNTS = (1, 2, 4, 8)
-RATE, PLACING_RATE = 25e6 / 8, 4e9 / 8  # bytes a second
-LAYERS, WIDTH, INNER, SEQ, CHUNK = 4, 256, 704, 16, 1 << 16
-STEPS, FSDP_STEPS = WARM_UP + 3, WARM_UP + 1
+RATE = 25e6 / 8  # bytes a second
+LAYERS, CHUNK = 4, 1 << 16
+STEPS, PEER_STEPS = WARM_UP + 4, WARM_UP + 2
 FEW = "34MiB"  # a budget that keeps half of the blocks from forward to backward
 GOAL = 1.10
 
@@ -54,43 +50,33 @@ GOAL = 1.10
 def run(quick: bool = False) -> Report:
     if (why := network_available()) is not None:
         raise ConfigError(f"the cluster cannot be emulated on this machine: {why}")
-    counts, layers, steps, fsdp_steps = (
-        ((1, 2), 3, WARM_UP + 1, WARM_UP + 1) if quick else (COUNTS, LAYERS, STEPS, FSDP_STEPS)
+    counts, layers, steps = ((1, 2), 3, PEER_STEPS) if quick else (COUNTS, LAYERS, STEPS)
+    spec = WorkerSpec(
+        "ours",
+        steps,
+        "bf16",
+        layers=layers,
+        width=256,
+        inner=704,
+        tokens=16,
+        chunk=CHUNK,
+        budget="",
     )
-    words = [
-        str(word)
-        for pair in (
-            ("--layers", layers),
-            ("--width", WIDTH),
-            ("--inner", INNER),
-            ("--seq", SEQ),
-            ("--chunk", CHUNK),
-        )
-        for word in pair
-    ]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
-        cluster = Cluster(Path(name), max(counts), RATE, PLACING_RATE)
-        with cluster.network:
-            rows.append(bare(cluster, 1 if quick else 4))
-            for count in counts:
-                cluster.workers = count
-                peer = cluster.fsdp(fsdp_steps, *words) if count > 1 else None
+        for count in counts:
+            scene = Scene(count, RATE, servers=count)
+            with Lab(scene, Path(name, f"{count}"), "700MiB") as lab:
+                if count == 1:
+                    rows.append(bare(lab, 1 if quick else 4))
+                fsdp = replace(spec, method="fsdp", steps=PEER_STEPS)
+                peer = lab.train(fsdp) if count > 1 else None
                 few = [] if count != 2 else [(1, FEW)] if quick else [(0, FEW), (1, FEW)]
                 for staleness, budget in ((0, ""), (1, ""), *few):
-                    more = (
-                        "--staleness",
-                        str(staleness),
-                        *(("--budget", budget) if budget else ()),
-                    )
-                    got = cluster.ours("s", steps, *words, *more)
-                    rows += compare(count, staleness, budget, got, peer)
-                    print(
-                        f"{count} worker(s), staleness"
-                        f" {staleness}{f', budget {budget}' * bool(budget)}: {seconds_of(got):.2f}"
-                        " s a step",
-                        flush=True,
-                    )
+                    case = replace(spec, staleness=staleness, budget=budget)
+                    got = lab.train(case)
+                    rows += compare(case, count, got, peer)
+                    print(f"{rows[-4].case}: {fmean(got.steps):.2f} s a step", flush=True)
     return Report("scaling", rows)
 
 
@@ -114,97 +100,58 @@ def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
     return parameters - max(0, blocks - slots) * block
 
 
-def seconds_of(results: Sequence[dict[str, Any]]) -> float:
-    """Return the mean seconds of a step on the slowest worker, without the first two steps."""
-    return max(fmean(result["seconds"][WARM_UP:]) for result in results)
-
-
-def compare(
-    count: int,
-    staleness: int,
-    budget: str,
-    got: Sequence[dict[str, Any]],
-    peer: Sequence[dict[str, Any]] | None,
-) -> list[Row]:
-    first = got[0]
-    total = 2 * first["parameters"]
-    kept = kept_bytes(total, first["blocks"], first["kept_blocks"], first["block_bytes"])
-    floor = floor_bytes(total, kept, count * 2 * CHUNK, staleness) / (CARRIED * RATE)
-    ours, theirs = seconds_of(got), None if peer is None else seconds_of(peer)
-    how = (
-        f"{min(first['kept_blocks'], first['blocks'])} of {first['blocks']} blocks kept from"
-        " forward to backward"
-    )
+def compare(spec: WorkerSpec, count: int, got: Measured, peer: Measured | None) -> Iterator[Row]:
+    slots = got.results[0]["kept_blocks"]
+    block = 2 * block_elements(spec)
+    kept = kept_bytes(spec.nbytes, spec.layers, slots, block)
+    piece = count * 2 * spec.chunk
+    floor = floor_bytes(spec.nbytes, kept, piece, spec.staleness) / (CARRIED * RATE)
     case = (
-        f"network, {count} worker(s) and {count} server(s), {first['parameters'] / 1e6:.1f} M"
-        f" parameters, {8 * RATE / 1e6:g} Mbit/s, staleness {staleness},"
-        f" {how}{f', budget {budget}' * bool(budget)}"
+        f"network, {count} worker(s) and {count} server(s), {spec.elements / 1e6:.1f} M"
+        f" parameters, {8 * RATE / 1e6:g} Mbit/s, staleness {spec.staleness},"
+        f" {min(slots, spec.layers)} of {spec.layers} blocks kept from forward to backward"
+        f"{f', budget {spec.budget}' * bool(spec.budget)}"
     )
-    busy = sum(result["cpu"] / len(result["seconds"]) for result in got) / (cores() * ours)
-    rows = [
-        Row(
-            case,
-            "step",
-            "s",
-            ours,
-            peer=theirs,
-            peer_name=None if peer is None else "FSDP2, bf16",
-            ratio=None if theirs is None else theirs / ours,
-            of_floor=floor / ours,
-            goal=None if budget else f"ours <= {GOAL:.2f} x {floor:.2f}",
-            met=None if budget else ours <= GOAL * floor,
-        ),
-        Row(case, "processor time of the workers, of all cores", "", busy),
-    ]
+    ours, theirs = fmean(got.steps), None if peer is None else fmean(peer.steps)
+    judged = not spec.budget
+    yield Row(
+        case,
+        "step",
+        "s",
+        ours,
+        peer=theirs,
+        peer_name=None if peer is None else "FSDP2, bf16",
+        ratio=None if theirs is None else theirs / ours,
+        of_floor=floor / ours,
+        goal=f"ours <= {GOAL:.2f} x {floor:.2f}" if judged else None,
+        met=ours <= GOAL * floor if judged else None,
+    )
+    busy = got.cpu["worker"] / (cores() * ours)
+    yield Row(case, "processor time of the workers, of all cores", "", busy)
     for way, metric in (("received", "pulled"), ("sent", "pushed")):
-        mine = fmean(fmean(result[way][WARM_UP:]) for result in got) / total
-        other = (
-            None if peer is None else fmean(fmean(result[way][WARM_UP:]) for result in peer) / total
+        mine, other = (
+            None if run is None else moved(run, way, count) / spec.nbytes for run in (got, peer)
         )
-        rows.append(
-            Row(
-                case,
-                f"{metric} by a worker a step",
-                "S",
-                mine,
-                peer=other,
-                peer_name=None if peer is None else f"FSDP2, {way}",
-            )
-        )
-    return rows
+        name = None if peer is None else f"FSDP2, {way}"
+        yield Row(case, f"{metric} by a worker a step", "S", mine, other, name)
+
+
+def moved(run: Measured, way: str, workers: int) -> float:
+    """Return the mean bytes of a worker's link in a step. `way`: "sent" or "received"."""
+    return fmean(getattr(run.frames[f"w{rank}"], way) for rank in range(workers))
 
 
 # the bare socket
 
 
-def bare(cluster: Cluster, seconds: float) -> Row:
+def bare(lab: Lab, seconds: float) -> Row:
     """Measure the slower direction of a bare connection between two hosts that sends in both
     directions at once.
     """
-    cluster.set_rate(RATE)
-    hosts = [cluster.network.hosts[name] for name in ("w0", "s0")]
-    outs = [cluster.home / f"bare{i}.json" for i in range(2)]
-    processes: list[subprocess.Popen[Any]] = []
-    for host, out, more in zip(hosts, outs, (["--listen"], [])):
-        processes.append(
-            host.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.servers.scaling",
-                    "--probe",
-                    hosts[0].address,
-                    "--nbytes",
-                    str(int(RATE * seconds)),
-                    *more,
-                    "--json",
-                    str(out),
-                ]
-            )
-        )
-    if any(process.wait(60 + 10 * seconds) for process in processes):
-        raise RoadtrainError("the measurement of the bare socket failed")
-    rate = min(json.loads(out.read_text())["rate"] for out in outs)
+    hosts = [lab.network.hosts[name] for name in ("w0", "s0")]
+    common = {"address": hosts[0].address, "nbytes": int(RATE * seconds)}
+    each = [{**common, "listens": listens} for listens in (True, False)]
+    rate = min(run_children(probe, each, hosts=hosts, within_s=60 + 10 * seconds))
     return Row(
         f"a bare socket, both ways at once, {8 * RATE / 1e6:g} Mbit/s each",
         "arriving, the slower way",
@@ -217,9 +164,9 @@ def bare(cluster: Cluster, seconds: float) -> Row:
     )
 
 
-def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
-    """Send and receive `nbytes` bytes at the same time. Returns {"rate": bytes/s of the arriving
-    data}.
+def probe(address: str, nbytes: int, listens: bool) -> float:
+    """Send and receive `nbytes` bytes at the same time. Returns the bytes/s of the arriving
+    data.
     """
     if listens:
         with socket.create_server((address, 7100)) as server:
@@ -235,7 +182,7 @@ def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
             have += link.recv_into(room)
         rate = nbytes / (time.perf_counter() - begin)
         sender.join()
-    return {"rate": rate}
+    return rate
 
 
 def _connected(address: tuple[str, int]) -> socket.socket:
@@ -247,17 +194,3 @@ def _connected(address: tuple[str, int]) -> socket.socket:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--probe", required=True, help="the listener's address")
-    parser.add_argument("--nbytes", type=int, required=True)
-    parser.add_argument("--listen", action="store_true")
-    parser.add_argument("--json", required=True, help="file for the result")
-    args = parser.parse_args(argv)
-    Path(args.json).write_text(json.dumps(probe(args.probe, args.nbytes, args.listen)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

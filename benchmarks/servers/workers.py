@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,18 +156,24 @@ def measure(
         for workers, blocks in cases:
             with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
                 need_disk(Path(name), 2 * BYTES * blocks * 13 * width**2 + 10**9)
-                with serving(Path(name), SERVER_BUDGET, SERVERS) as addresses:
-                    results = run_children(
-                        child,
-                        [
-                            {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": "1"}
-                            for rank in range(workers)
-                        ],
-                        blocks=blocks,
-                        width=width,
-                        budget=budget,
-                        servers=addresses,
-                    )
+                with ExitStack() as stack:
+                    addresses = [
+                        stack.enter_context(
+                            serving(
+                                Path(name),
+                                *("--store", f"{name}/store{i}", "--budget", SERVER_BUDGET),
+                                name=f"server{i}",
+                            )
+                        ).address
+                        for i in range(SERVERS)
+                    ]
+                    sizes = {"blocks": blocks, "width": width, "budget": budget}
+                    each = [{**sizes, "servers": addresses}] * workers
+                    envs = [
+                        {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": "1"}
+                        for rank in range(workers)
+                    ]
+                    results = run_children(child, each, envs=envs)
             most = {key: max(result[key] for result in results) for key in results[0]}
             found[workers, blocks].append(most | {"workers": workers})
             print(

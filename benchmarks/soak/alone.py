@@ -7,7 +7,6 @@ stays in the directories. Of the data that was not synced, all, nothing or some 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import re
 import shutil
@@ -15,11 +14,21 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.soak.fault import ALONE, TRAINER, Fault, NothingToStrike, Reference, kind
+from benchmarks.soak.fault import (
+    ALONE,
+    Fault,
+    NothingToStrike,
+    Reference,
+    flip_a_bit,
+    kind,
+    refused,
+    unmounted,
+)
 from benchmarks.soak.power import Action, Strike, begin, cut
-from benchmarks.soak.scene import STEPS, Node, Scene, WorkerLog, Wrong
-from benchmarks.soak.train import TEXT, TrainerArgs, train_alone, train_by_trainer
+from benchmarks.soak.scene import STEPS, Node, Scene, WorkerLog, Wrong, fill
+from benchmarks.soak.train import TEXT, TrainerArgs, train_alone
 from roadtrain.training.metrics import read_metrics
 
 # printed when a damaged record is dropped; its step is trained again
@@ -61,56 +70,34 @@ class AloneScene(Scene):
         *strikes: Strike,
         steps: int = STEPS,
         dirs: Sequence[Path] | None = None,
-        run: Path | None = None,
-    ) -> Node:
+    ) -> None:
         self.restarted = time.monotonic()
         self.attempt += 1
         for name in ("paused", "go"):
             (self.shadow / name).unlink(missing_ok=True)
-        self.workers = [
-            self.trainer(
-                self.attempt, self.log(0), dirs or self.dirs, run or self.run, steps, strikes
-            )
-        ]
-        return self.workers[0]
+        own = {"attempt": self.attempt, "steps": steps, "strikes": strikes}
+        self.workers = [self.trainer(self.log(0), dirs or self.dirs, self.run, **own)]
 
-    def trainer(
-        self,
-        attempt: int,
-        log: Path,
-        dirs: Sequence[Path],
-        run: Path,
-        steps: int = STEPS,
-        strikes: Sequence[Strike] = (),
-        lr: float = 1e-2,
-    ) -> Node:
-        args = TrainerArgs(
-            str(self.home),
-            str(run),
-            tuple(map(str, dirs)),
-            attempt,
-            steps,
-            str(log),
-            str(self.shadow),
-            tuple(map(str, self.roots)),
-            tuple(strikes),
-            lr=lr,
-        )
-        train = train_by_trainer if self.flavour == TRAINER else train_alone
-        return self._started(train, (args,), log)
+    def run_once(self, *strikes: Strike, **options: Any) -> list[str]:
+        """Start the trainer, wait until it has ended, and return its errors."""
+        self.start(*strikes, **options)
+        return self.wait_workers()
 
-    def beside(
-        self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2
-    ) -> WorkerLog:
+    def trainer(self, log: Path, dirs: Sequence[Path], run: Path, **fields: Any) -> Node:
+        """Start a trainer. `fields`: further fields of its arguments."""
+        stores, roots = (tuple(map(str, paths)) for paths in (dirs, self.roots))
+        shadow = str(self.shadow)
+        args = TrainerArgs(str(self.home), str(run), stores, str(log), shadow, roots, **fields)
+        return self.started(train_alone, (args,), log)
+
+    def beside(self, dirs: Sequence[Path], run: Path, **fields: Any) -> WorkerLog:
         """Run a second trainer until it ends, while no other trainer makes progress, and return its
-        log.
+        log. `fields`: further fields of its arguments.
         """
         self.others += 1
         log = self.home / f"other{self.others}.log"
-        node = self.trainer(0, log, dirs, run, steps, lr=lr)
-        node.process.join(max(0.0, self.until - time.monotonic()))
-        if not node.ended:
-            self.hung("the second trainer to end")
+        node = self.trainer(log, dirs, run, **fields)
+        self.join(node, "the second trainer to end")
         return WorkerLog.read(log)
 
     def wait_paused(self) -> None:
@@ -139,8 +126,6 @@ class AloneScene(Scene):
         older state.
         """
         super().check(reference)
-        if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
-            return
         expected = {step: line for (_, step), (line, _, _) in reference[0].steps.items()}
         lines = [
             (line["step"], f"{float(line['loss']).hex()} {float(line['grad_norm']).hex()}")
@@ -188,36 +173,14 @@ def _soon(rng: random.Random) -> Strike:
     return Strike("sync", rng.randrange(most), "kill before", where)
 
 
-def _refused(scene: AloneScene, words: str, sentences: Sequence[str]) -> list[str]:
-    if len(sentences) != 1 or not re.search(words, sentences[0]):
-        raise Wrong(
-            f"no error matches {words!r}: {' | '.join(sentences)};"
-            f" {scene.log(0).read_text()[-1500:]}"
-        )
-    return list(sentences)
-
-
 @kind("power cut", alone=ALONE)
 def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
-    sentences = scene.wait_workers()
+    sentences = scene.run_once(
+        _strike(fault, reference, ("kill before", "kill after", "kill half"))
+    )
     scene.cut_power(random.Random(fault.choice))
     scene.finish()
     return sentences
-
-
-@kind("Trainer killed", alone=TRAINER)
-def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer once or (if `fault.prompt`) twice, and start it again with the same command.
-    Returns an empty list.
-    """
-    scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
-    scene.wait_workers()
-    if fault.prompt:
-        scene.start(_soon(random.Random(fault.choice)))
-        scene.wait_workers()
-    scene.finish()
-    return []
 
 
 @kind("killed and power cut", alone=ALONE)
@@ -228,10 +191,8 @@ def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> lis
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
     calls = reference.calls["ledger" if where else "sync"]
-    scene.start(Strike("sync", int(fault.moment * calls), "kill before", where))
-    sentences = scene.wait_workers()
-    scene.start(_soon(rng))
-    sentences += scene.wait_workers()
+    sentences = scene.run_once(Strike("sync", int(fault.moment * calls), "kill before", where))
+    sentences += scene.run_once(_soon(rng))
     scene.cut_power(rng)
     scene.finish()
     return sentences
@@ -246,11 +207,9 @@ def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     strike = _strike(fault, reference, ("EIO",))
     if fault.choice % 3 == 0:  # of the file that commits a step
         strike = Strike("sync", int(fault.moment * reference.calls["ledger"]), "EIO", "ledger")
-    scene.start(strike)
-    sentences = scene.wait_workers()
+    sentences = scene.run_once(strike)
     if rng.random() < 0.5:
-        scene.start(_soon(rng))
-        sentences += scene.wait_workers()
+        sentences += scene.run_once(_soon(rng))
     if rng.random() < 0.7:
         scene.cut_power(rng)
     scene.finish()
@@ -264,38 +223,31 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
     number = 1 + int(fault.moment * (STEPS - 1))  # each line is synced once
     scene.start(Strike("sync", number, "pause", "metrics.jsonl"))
     scene.wait_paused()
-    ballast = _fill(scene.run)
+    ballast = fill(scene.run)
     (scene.shadow / "go").touch()
-    sentences = _refused(scene, rf"FullError.*{scene.run}", scene.wait_workers())
+    sentences = refused(scene, rf"FullError.*{scene.run}")
     ballast.unlink()
     scene.finish()
     return sentences
 
 
 @kind("store unmounted", ends="sentence", alone=ALONE)
-def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+def store_unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Leave some directories of the store empty at the next start, as if a disk were not mounted.
     The trainer must refuse to start. Returns the trainer's errors.
     """
-    scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
-    sentences = scene.wait_workers()
+    scene.run_once(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     if not _trained(scene):
         scene.finish()  # nothing was committed, so beginning anew is right
         raise NothingToStrike
     away = [scene.dirs[:1], scene.dirs[1:], scene.dirs][fault.choice % 3]
-    before = {path: path.read_bytes() for path in scene.run.iterdir()}
-    for path in away:
-        path.rename(path.with_suffix(".away"))
-        path.mkdir()
-    scene.start()
-    sentences = _refused(scene, r"GoneError|StaleError|ForeignError", scene.wait_workers())
-    if changed := [path.name for path, content in before.items() if path.read_bytes() != content]:
-        raise Wrong(f"a start that was refused changed files of the run directory: {changed}")
-    for path in away:
-        if left := [str(file) for file in path.rglob("*")]:
-            raise Wrong(f"a start that was refused created files in an empty directory: {left}")
-        path.rmdir()
-        path.with_suffix(".away").rename(path)
+    before = contents([scene.run])
+    with unmounted(away):
+        scene.start()
+        sentences = refused(scene, "GoneError|StaleError|ForeignError")
+        after = contents([scene.run])
+        if changed := [path for path, digest in before.items() if after.get(path) != digest]:
+            raise Wrong(f"a start that was refused changed files of the run directory: {changed}")
     scene.finish()
     return sentences
 
@@ -305,11 +257,8 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Go on with a copy of the store, after a start with only one of its directories was refused.
     The original must be refused later, because it is behind. Returns the trainer's errors.
     """
-    scene.start(steps=_steps(fault))
-    scene.finished()
-    copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
-    for path, to in zip(scene.dirs, copies):
-        shutil.copytree(path, to)
+    scene.finish(steps=_steps(fault))
+    copies = _copied(scene)
     before = contents(scene.dirs)
     single = copies[fault.choice % 2]
     if fault.prompt:  # also name a second directory, which does not exist
@@ -318,17 +267,14 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
         )
     else:
         scene.start(dirs=[single])
-    sentences = _refused(
-        scene, "GoneError|ForeignError|DamagedError|ConfigError", scene.wait_workers()
-    )
+    sentences = refused(scene, "GoneError|ForeignError|DamagedError|ConfigError")
     if contents(scene.dirs) != before:
         raise Wrong("training on a copy changed the original")
-    scene.start(dirs=copies)
-    scene.finished()
+    scene.finish(dirs=copies)
     if contents(scene.dirs) != before:
         raise Wrong("training on a copy changed the original")
     scene.start()
-    sentences += _refused(scene, "StaleError", scene.wait_workers())
+    sentences += refused(scene, "StaleError")
     scene.dirs = copies
     scene.finish()
     return sentences
@@ -343,7 +289,7 @@ def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     before = contents([*scene.dirs, *copies, scene.run])
     a, b = (copies[0], scene.dirs[1]) if fault.prompt else (scene.dirs[0], copies[1])
     scene.start(dirs=[b, a] if fault.choice % 2 else [a, b])
-    sentences = _refused(scene, "ForkedError", scene.wait_workers())
+    sentences = refused(scene, "ForkedError")
     if contents([*scene.dirs, *copies, scene.run]) != before:
         raise Wrong("a start that was refused changed files")
     scene.finish()
@@ -364,7 +310,7 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     before = contents(scene.roots)
     scene.start()
     words = "ForkedError" if apart and ahead >= 0 else "ForkedError|StaleError"
-    sentences = _refused(scene, words, scene.wait_workers())
+    sentences = refused(scene, words)
     if contents(scene.roots) != before:
         raise Wrong("a start that was refused changed files")
     for path, own, copy in swaps:
@@ -374,20 +320,23 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     return sentences
 
 
+def _copied(scene: AloneScene) -> list[Path]:
+    copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
+    for path, to in zip(scene.dirs, copies):
+        shutil.copytree(path, to)
+    return copies
+
+
 def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
     """Train the run, copy its store, and train both apart; the copy ends `ahead` steps after the
     run. Returns (directories of the copy, True if the copy was trained).
     """
     first = 1 + fault.choice % (STEPS - 3)
     last = first + 1 + fault.choice // 8 % (STEPS - 2 - first)
-    scene.start(steps=first)
-    scene.finished()
-    copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
-    for path, to in zip(scene.dirs, copies):
-        shutil.copytree(path, to)
-    scene.start(steps=last)
-    scene.finished()
-    log = scene.beside(copies, scene.home / "run2", last + ahead, 2e-2)
+    scene.finish(steps=first)
+    copies = _copied(scene)
+    scene.finish(steps=last)
+    log = scene.beside(copies, scene.home / "run2", steps=last + ahead, lr=2e-2)
     if log.errors:
         raise Wrong(f"a copy could not be trained: {log.errors}")
     return copies, last + ahead > first
@@ -416,8 +365,7 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     trainer's errors.
     """
     rng = random.Random(fault.choice)
-    scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
-    scene.wait_workers()
+    scene.run_once(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     there = [
         p for root in scene.roots for p in root.rglob("*") if p.name in FLIPPED and p.stat().st_size
     ]
@@ -425,15 +373,10 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     if not name or not _trained(scene):
         scene.finish()
         raise NothingToStrike
-    path = rng.choice(sorted(path for path in there if path.name == name))
-    at = place_in(path, rng)
-    flip(path, at, bit := rng.randrange(8))
-    scene.note(f"flipped: bit {bit} of byte {at} of {path}")
-    scene.start()
-    sentences = scene.wait_workers()
+    mend = flip_a_bit(scene, sorted(path for path in there if path.name == name), rng)
+    sentences = scene.run_once()
     if sentences:
-        _refused(scene, re.escape(str(scene.home)), sentences)
-        mend(path, at, bit)
+        mend()
         scene.finish()
     return sentences
 
@@ -450,13 +393,6 @@ def _trained(scene: AloneScene) -> bool:
     return any(committed > 0 for _, committed, _ in scene.logs()[0].steps.values())
 
 
-def _fill(disk: Path) -> Path:
-    free = os.statvfs(disk)
-    with open(disk / "ballast", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
-    return disk / "ballast"
-
-
 def contents(roots: Sequence[Path]) -> dict[str, str]:
     return {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -464,27 +400,3 @@ def contents(roots: Sequence[Path]) -> dict[str, str]:
         for path in root.rglob("*")
         if path.is_file()
     }
-
-
-def place_in(path: Path, rng: random.Random) -> int:
-    """Choose a random offset in a file, most likely of a nonzero byte."""
-    content = path.read_bytes()
-    places = [rng.randrange(len(content)) for _ in range(16)]
-    return next((at for at in places if content[at]), places[0])
-
-
-def flip(path: Path, at: int, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(content[at : at + 1])
-
-
-def mend(path: Path, at: int, bit: int) -> None:
-    """Flip bit `bit` of byte `at` of a file back to its old value. Raises Wrong if the file does
-    not exist.
-    """
-    if not path.exists():
-        raise Wrong(f"{path} is missing after a start that was refused")
-    flip(path, at, bit)

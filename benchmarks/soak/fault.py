@@ -4,17 +4,20 @@ Does NOT define the kinds.
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.scene import WORKERS, Scene, WorkerLog, Wrong
+from benchmarks.soak.scene import Scene, WorkerLog, Wrong
 from roadtrain.lab.bad_link import Way
 
 ALONE = "alone"  # flavour of a trainer with a store of its own
-TRAINER = "trainer"  # the same with Hugging Face's Trainer
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Fault:
     choice: int
 
     def __str__(self) -> str:
-        if self.flavour in (ALONE, TRAINER):
+        if self.flavour == ALONE:
             return (
                 f"{self.number}: {self.kind}, at {self.moment:.3f},"
                 f" {self.choice}{', prompt' if self.prompt else ''}"
@@ -104,29 +107,22 @@ class Kind:
     """
 
     play: Play
-    ends: str
-    alone: str
-    mounts: bool
+    ends: str = "went on"
+    alone: str = ""
+    mounts: bool = False
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(
-    name: str, *, ends: str = "went on", alone: str = "", mounts: bool = False
-) -> Callable[[Play], Play]:
+def kind(name: str, **fields: Any) -> Callable[[Play], Play]:
     """Return a decorator that registers a function as a kind of fault. The function runs the fault,
-    and returns the errors of processes that ended by themselves.
-
-    Args:
-        ends: required outcome. With "sentence", the run must end with an error. The function then
-            repairs the cause, and lets the run go on.
-        alone: flavor of the job for a trainer that runs alone, or "" for workers and servers
-        mounts: True if the fault needs a small file system of its own
+    and returns the errors of processes that ended by themselves. If the required outcome is
+    "sentence", the function then repairs the cause, and lets the run go on. `fields`: of the Kind.
     """
 
     def register(play: Play) -> Play:
-        KINDS[name] = Kind(play, ends, alone, mounts)
+        KINDS[name] = Kind(play, **fields)
         return play
 
     return register
@@ -177,10 +173,71 @@ def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
 
 
 def refused(scene: Scene, words: str) -> list[str]:
-    """Check that all workers ended by themselves and that an error matches the regular expression
+    """Check that all workers end by themselves and that an error matches the regular expression
     `words`. Returns the errors.
     """
     sentences = scene.wait_workers()
-    if len(sentences) != WORKERS or not any(re.search(words, sentence) for sentence in sentences):
-        raise Wrong(f"no error matches {words!r}: {' | '.join(sentences)}")
+    every = len(sentences) == len(scene.workers)
+    if not every or not any(re.search(words, sentence) for sentence in sentences):
+        raise Wrong(
+            f"no error matches {words!r}: {' | '.join(sentences)};"
+            f" {scene.log(0).read_text()[-1500:]}"
+        )
     return sentences
+
+
+def bytes_until(scene: Scene, fault: Fault, reference: Reference) -> int:
+    """Return the number of bytes that the fault's link still carries before `fault.moment`."""
+    moment = int(fault.moment * reference.nbytes[fault.link][fault.way])
+    return max(0, moment - scene.links[fault.link].nbytes[fault.way])
+
+
+@contextmanager
+def unmounted(paths: Sequence[Path], locks: Collection[str] = ()) -> Iterator[None]:
+    """Leave directories empty during the `with` block, as if a disk were not mounted. Raises Wrong
+    if a file was created in them, other than `locks`.
+    """
+    for path in paths:
+        path.rename(path.with_suffix(".away"))
+        path.mkdir()
+    yield
+    for path in paths:
+        if left := [str(file) for file in path.rglob("*") if file.name not in locks]:
+            raise Wrong(f"a start that was refused created files in an empty directory: {left}")
+        shutil.rmtree(path)
+        path.with_suffix(".away").rename(path)
+
+
+# bits of files
+
+
+def flip_a_bit(scene: Scene, paths: Sequence[Path], rng: random.Random) -> Callable[[], None]:
+    """Flip a bit of one of the files, and return a function that flips it back. This function
+    raises Wrong if the file does not exist any more.
+    """
+    path = rng.choice(paths)
+    at, bit = place_in(path, rng), rng.randrange(8)
+    flip(path, at, bit)
+    scene.note(f"flipped: bit {bit} of byte {at} of {path}")
+
+    def mend() -> None:
+        if not path.exists():
+            raise Wrong(f"{path} is missing after a start that was refused")
+        flip(path, at, bit)
+
+    return mend
+
+
+def place_in(path: Path, rng: random.Random) -> int:
+    """Choose a random offset in a file, most likely of a nonzero byte."""
+    content = path.read_bytes()
+    places = [rng.randrange(len(content)) for _ in range(16)]
+    return next((at for at in places if content[at]), places[0])
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(content[at : at + 1])

@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -130,7 +130,7 @@ def serve(
     """Run a server like `roadtrain serve`. `shadow`: directory for the durable content of the
     store, or "" to track none.
     """
-    _redirect_output(log)
+    redirect_output(log)
     torch.set_num_threads(1)
     if shadow:
         Power(Path(shadow), [Path(directory)], strikes).install()
@@ -145,7 +145,7 @@ def work(args: WorkerArgs, token: bytes) -> None:
     """Train, and log a line for each step: attempt, step, loss, norm, committed step, monotonic
     seconds. At the end, log `end` or `error`.
     """
-    _redirect_output(args.log)
+    redirect_output(args.log)
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(args.rank),
@@ -155,10 +155,17 @@ def work(args: WorkerArgs, token: bytes) -> None:
         "TORCHELASTIC_RUN_ID": "soak",
         "TORCHELASTIC_RESTART_COUNT": str(args.attempt),
     }
-    try:
+    with errors_logged(args.attempt):
         _train(args, token)
+
+
+@contextmanager
+def errors_logged(attempt: int) -> Iterator[None]:
+    """Log an error of the `with` block, and end this process."""
+    try:
+        yield
     except RoadtrainError as error:
-        print(args.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
+        print(attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
         # as if killed: without atexit handlers, so that the scene sees what hangs
         os._exit(REFUSED)
 
@@ -260,7 +267,7 @@ def _train(args: WorkerArgs, token: bytes) -> None:
     print(args.attempt, "closed")
 
 
-def _redirect_output(log: str) -> None:
+def redirect_output(log: str) -> None:
     """Append all output of this process to the file `log`, and let the process end when its parent
     ends.
     """

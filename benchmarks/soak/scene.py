@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +219,7 @@ class Scene:
                 run=run,
                 **wrong.get(rank, {}),
             )
-            self.workers.append(self._started(work, (args, TOKEN), log))
+            self.workers.append(self.started(work, (args, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
         """Start server `number` on its directory, and give the workers its new address if `moved`.
@@ -228,28 +227,8 @@ class Scene:
         """
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
-        here, there = FORK.Pipe()
-        log = self.home / f"server{number}.log"
-        shadow = str(self.shadows.get(number, ""))
-        words = (
-            str(self.stores[number]),
-            port,
-            TOKEN,
-            str(log),
-            there,
-            shadow,
-            self.strikes.pop(number, []),
-        )
-        node = self._started(serve, words, log)
-        there.close()
-        if not here.poll(max(0.0, self.until - time.monotonic())):
-            self.hung(f"server {number} to listen")
-        try:
-            node.where = here.recv()
-        except EOFError:
-            raise Wrong(f"server {number} did not start: {log.read_text()[-2000:]}") from None
-        finally:
-            here.close()
+        log, shadow = self.home / f"server{number}.log", str(self.shadows.get(number, ""))
+        node = self.listening(number, port, log, shadow, self.strikes.pop(number, []))
         self.servers[number : number + 1] = [node]
         if old is None or moved:
             host, _, port_text = node.where.rpartition(":")
@@ -259,6 +238,30 @@ class Scene:
                 self.links[rank, number] = CountedRelay(
                     (host, int(port_text)), self.rate
                 ).__enter__()  # type: ignore[assignment]
+
+    def listening(
+        self, number: int, port: int, log: Path, shadow: str = "", strikes: Sequence[Strike] = ()
+    ) -> Node:
+        """Start a server on the directory of server `number`, and wait until it listens."""
+        here, there = FORK.Pipe()
+        words = (str(self.stores[number]), port, TOKEN, str(log), there, shadow, strikes)
+        node = self.started(serve, words, log)
+        there.close()
+        if not here.poll(max(0.0, self.until - time.monotonic())):
+            self.hung(f"server {number} to listen")
+        try:
+            node.where = here.recv()
+        except EOFError:
+            raise Wrong(f"server {number} did not start: {log.read_text()[-2000:]}") from None
+        finally:
+            here.close()
+        return node
+
+    def join(self, node: Node, what: str) -> None:
+        """Wait until a process has ended. `what`: the event, for the message if it hangs."""
+        node.process.join(max(0.0, self.until - time.monotonic()))
+        if not node.ended:
+            self.hung(what)
 
     def wait_struck(self) -> None:
         """Wait until the fault has happened. Raises Wrong if the run ends before the fault."""
@@ -276,9 +279,7 @@ class Scene:
         failed.
         """
         for rank, worker in enumerate(self.workers):
-            worker.process.join(max(0.0, self.until - time.monotonic()))
-            if not worker.ended:
-                self.hung(f"worker {rank} to end")
+            self.join(worker, f"worker {rank} to end")
         self._last = self._last or time.monotonic()
         sentences = []
         for rank, (worker, log) in enumerate(zip(self.workers, self.logs())):
@@ -302,9 +303,11 @@ class Scene:
             server.killed |= server.process.exitcode == -signal.SIGKILL
         return sentences
 
-    def finish(self) -> None:
-        """Start all processes that do not run, and check that training goes on to its end."""
-        self.start()
+    def finish(self, **options: Any) -> None:
+        """Start all processes that do not run, and check that training goes on to its end.
+        `options`: of `start`.
+        """
+        self.start(**options)
         self.finished()
 
     def finished(self) -> None:
@@ -387,10 +390,6 @@ class Scene:
         with open(self.log(0), "a") as file:
             file.write(f"{text}\n")
 
-    def pipe(self) -> tuple[Connection, Connection]:
-        """Create a pipe for a child process."""
-        return FORK.Pipe()
-
     def hung(self, what: str) -> None:
         """Raise Hung with the logs of all processes. `what`: the event that did not happen
         in time.
@@ -427,8 +426,16 @@ class Scene:
         self.stores[number] = where / "store"
         return where
 
-    def _started(self, target: Callable[..., None], words: tuple[Any, ...], log: Path) -> Node:
+    def started(self, target: Callable[..., None], words: tuple[Any, ...], log: Path) -> Node:
         process = FORK.Process(target=target, args=words, daemon=True)
         process.start()
         self._all.append(Node(process, log))
         return self._all[-1]
+
+
+def fill(disk: Path, left: int = 0) -> Path:
+    """Fill a disk except `left` bytes. Returns the file that fills it."""
+    free = os.statvfs(disk)
+    with open(disk / "ballast", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(0, free.f_bavail * free.f_frsize - left))
+    return disk / "ballast"

@@ -9,9 +9,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.soak.alone import FLIPPED, flip, mend, place_in
-from benchmarks.soak.fault import Fault, NothingToStrike, Reference, kill, kind, refused, strike_at
-from benchmarks.soak.job import WorkerArgs, serve, work
+from benchmarks.soak.alone import FLIPPED
+from benchmarks.soak.fault import (
+    Fault,
+    NothingToStrike,
+    Reference,
+    bytes_until,
+    flip_a_bit,
+    kill,
+    kind,
+    refused,
+    strike_at,
+    unmounted,
+)
+from benchmarks.soak.job import WorkerArgs, work
 from benchmarks.soak.power import Action, Strike, begin, cut
 from benchmarks.soak.scene import SERVERS, STEPS, TOKEN, Scene, WorkerLog, Wrong
 from roadtrain.storage.generation import open_part
@@ -37,8 +48,7 @@ def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
     the servers at `fault.moment`. Raises NothingToStrike if no step was committed.
     """
     if fault.prompt:
-        scene.start(steps=1 + fault.choice % (STEPS - 2))
-        scene.finished()
+        scene.finish(steps=1 + fault.choice % (STEPS - 2))
     else:
         scene.start()
         strike_at(scene, fault, reference, lambda: kill(scene, ("server 0", "server 1")), first=0.5)
@@ -53,11 +63,8 @@ def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
 @kind("bit flipped on a link", ends="any")
 def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.start()
-    link, moment = (
-        scene.links[fault.link],
-        int(fault.moment * reference.nbytes[fault.link][fault.way]),
-    )
-    link.flip(max(0, moment - link.nbytes[fault.way]), fault.way, fault.choice % 8)
+    link = scene.links[fault.link]
+    link.flip(bytes_until(scene, fault, reference), fault.way, fault.choice % 8)
     sentences = scene.wait_workers()
     if not link.flipped:
         raise Wrong("the run sent too few bytes over the link to flip a bit")
@@ -67,28 +74,17 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
 
 
 @kind("server unmounted", ends="sentence")
-def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
+def servers_unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Leave the directory of some servers empty at the next start, as if a disk were not mounted.
     The workers must refuse to go on. Returns the errors of the processes.
     """
     _run_directory(scene)
     _train_some(scene, fault, reference)
     away = [[0], [1], [0, 1]][fault.choice % 3]
-    for number in away:
-        path = scene.stores[number]
-        path.rename(path.with_suffix(".away"))
-        path.mkdir()
-    scene.start(deadline_s=SHORT_S)
-    sentences = refused(scene, "GoneError|StaleError|ForeignError")
-    _end_servers(scene)
-    for number in away:
-        path = scene.stores[number]
-        if left := [str(file) for file in path.rglob("*") if file.name not in ("lock", ".lock")]:
-            raise Wrong(f"a start that was refused created files in an empty store: {left}")
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-        path.with_suffix(".away").rename(path)
+    with unmounted([scene.stores[number] for number in away], locks=("lock", ".lock")):
+        scene.start(deadline_s=SHORT_S)
+        sentences = refused(scene, "GoneError|StaleError|ForeignError")
+        _end_servers(scene)
     scene.finish()
     return sentences
 
@@ -165,36 +161,21 @@ def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     # called in the link's own thread, so nothing more passes
     strike_at(scene, fault, reference, link._going.clear)
     scene.wait_struck()
-    where = (
-        [server.where for server in scene.servers]
-        if fault.prompt
-        else [_beside(scene, number) for number in range(SERVERS)]
-    )
+    servers = scene.servers
+    if not fault.prompt:
+        logs = [scene.home / f"second{number}.log" for number in range(SERVERS)]
+        servers = [scene.listening(number, 0, log) for number, log in enumerate(logs)]
+    where = tuple(server.where for server in servers)
     log = scene.home / "other.log"
-    args = WorkerArgs(scene.flavour, tuple(where), 0, 1, 7, STEPS, str(log), SHORT_S)
-    node = scene._started(work, (args, TOKEN), log)
-    node.process.join(max(0.0, scene.until - time.monotonic()))
-    if not node.ended:
-        scene.hung("the worker of the second job to end")
+    args = WorkerArgs(scene.flavour, where, 0, 1, 7, STEPS, str(log), SHORT_S)
+    node = scene.started(work, (args, TOKEN), log)
+    scene.join(node, "the worker of the second job to end")
     job_log = WorkerLog.read(log)
     if job_log.steps or 7 not in job_log.errors:
         raise Wrong(f"a second job was not refused: {job_log}")
     link.resume()
     scene.finished()
     return [job_log.errors[7]]
-
-
-def _beside(scene: Scene, number: int) -> str:
-    """Start a second server on the directory of server `number`, and return its address."""
-    from_there, there = scene.pipe()
-    log = scene.home / f"second{number}.log"
-    scene._started(serve, (str(scene.stores[number]), 0, TOKEN, str(log), there, "", []), log)
-    there.close()
-    if not from_there.poll(max(0.0, scene.until - time.monotonic())):
-        scene.hung("the second server to listen")
-    where: str = from_there.recv()
-    from_there.close()
-    return where
 
 
 @kind("server's bit flipped", ends="any")
@@ -210,15 +191,12 @@ def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     paths = sorted(path for path in root.rglob(name) if path.stat().st_size)
     if not paths:
         raise Wrong(f"no {name} below {root}")
-    path = rng.choice(paths)
-    at, bit = place_in(path, rng), rng.randrange(8)
-    flip(path, at, bit)
-    scene.note(f"flipped: bit {bit} of byte {at} of {path}")
+    mend = flip_a_bit(scene, paths, rng)
     scene.start(deadline_s=SHORT_S)
     sentences = scene.wait_workers()
     if sentences:
         _end_servers(scene)
-        mend(path, at, bit)
+        mend()
         scene.finish()
     return sentences
 

@@ -15,11 +15,11 @@ the kind a place in CYCLE. Does NOT emulate lost packets or latency.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
@@ -37,11 +37,11 @@ from benchmarks.soak import sums as soak_sums
 from benchmarks.soak.fault import (
     ALONE,
     KINDS,
-    TRAINER,
     Fault,
     NothingToStrike,
     Outcome,
     Reference,
+    bytes_until,
     kill,
     kind,
     refused,
@@ -49,7 +49,7 @@ from benchmarks.soak.fault import (
     supervised,
 )
 from benchmarks.soak.job import FLAVOURS
-from benchmarks.soak.scene import FORK, SERVERS, STEPS, WORKERS, Hung, Scene, Wrong
+from benchmarks.soak.scene import FORK, SERVERS, STEPS, WORKERS, Hung, Scene, Wrong, fill
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.bad_link import Way
 
@@ -58,6 +58,7 @@ HARD_S = 90.0  # a fault that takes longer hangs
 SHORT_S = 3.0  # the job's deadline in faults that wait for it
 RATE = 20e6  # bytes/s of a slowed link
 LEFT = 64 << 10  # bytes that are left on a full disk
+HOWS = ("went on", "sentence", "failed", "hung", "skipped")  # outcomes
 # role and host; a relay has a socket
 WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")
 # the step, or the expected event
@@ -109,7 +110,7 @@ CYCLE = (
     "server unmounted",
     "server's power cut",
     "histories mixed",
-    "Trainer killed",
+    "killed and power cut",
     "store swapped",
     "workers stop apart",
 )
@@ -154,6 +155,17 @@ def drawn(seed: int, number: int) -> Fault:
 
 
 # the kinds
+
+
+def start_until(
+    scene: Scene, fault: Fault, reference: Reference, first: float = 0.0, **options: Any
+) -> None:
+    """Start the run and return at the moment of the fault. `first`: of `strike_at`. `options`: of
+    the start.
+    """
+    scene.start(**options)
+    strike_at(scene, fault, reference, lambda: None, first)
+    scene.wait_struck()
 
 
 @kind("worker killed")
@@ -210,8 +222,7 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """
     stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
     stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
-    scene.start(wrong=stops)
-    scene.finished()
+    scene.finish(wrong=stops)
     last = [max(step for _, step in log.steps) for log in scene.logs()]
     if len(set(last)) > 1:
         raise Wrong(f"workers did not stop after the same step, but after steps {last}")
@@ -242,11 +253,8 @@ def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     of the processes.
     """
     scene.start()
-    link, moment = (
-        scene.links[fault.link],
-        int(fault.moment * reference.nbytes[fault.link][fault.way]),
-    )
-    link.cut(max(1, moment - link.nbytes[fault.way]), fault.way)
+    link = scene.links[fault.link]
+    link.cut(max(1, bytes_until(scene, fault, reference)), fault.way)
     sentences = scene.wait_workers()
     if not sentences:
         raise Wrong(f"no process noticed that the link was cut (at monotonic time {link.cut_at})")
@@ -257,9 +265,7 @@ def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link slowed")
 def slowed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    scene.start()
-    strike_at(scene, fault, reference, lambda: None)
-    scene.wait_struck()
+    start_until(scene, fault, reference)
     scene.links[fault.link].set_rate(RATE / 10)
     scene.finished()
     return []
@@ -270,9 +276,7 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Stop all traffic of a link without closing it, so that only a deadline detects this fault.
     Returns the errors of the processes.
     """
-    scene.start(deadline_s=SHORT_S)
-    strike_at(scene, fault, reference, lambda: None)
-    scene.wait_struck()
+    start_until(scene, fault, reference, deadline_s=SHORT_S)
     scene.links[fault.link].stall()
     sentences = scene.wait_workers()
     scene.links[fault.link].resume()
@@ -293,9 +297,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.wait_struck()
     others = [w for w in scene.workers if w is not node]
     for other in others:
-        other.process.join(max(0.0, scene.until - time.monotonic()))
-        if not other.ended:
-            scene.hung("the end of a worker whose peer was stopped")
+        scene.join(other, "the end of a worker whose peer was stopped")
     if role == "worker" or fault.choice % 2:
         node.kill()  # SIGKILL also ends a stopped process
         node.process.join()
@@ -310,10 +312,8 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Fill the disk during training, which must go on. Returns an empty list."""
     disk = scene.disk(int(fault.victims[0][-1]))
-    scene.start()
-    strike_at(scene, fault, reference, lambda: None, first=0.5)
-    scene.wait_struck()
-    _fill(disk)
+    start_until(scene, fault, reference, first=0.5)
+    fill(disk, LEFT)
     scene.finished()
     return []
 
@@ -321,7 +321,7 @@ def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("disk full at the start", ends="sentence", mounts=True)
 def full_at_first(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     disk = scene.disk(int(fault.victims[0][-1]))
-    ballast = _fill(disk)
+    ballast = fill(disk, LEFT)
     scene.start()
     sentences = refused(scene, rf"{disk}.* are free")
     ballast.unlink()
@@ -335,9 +335,8 @@ def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     committed. Returns the errors of the processes.
     """
     disk, at = scene.disk(0), 1 + fault.choice % (STEPS - 2)
-    scene.start(steps=at)
-    scene.finished()
-    ballast = _fill(disk)
+    scene.finish(steps=at)
+    ballast = fill(disk, LEFT)
     scene.start(wrong={rank: {"grows_at": at} for rank in range(WORKERS)})
     sentences = refused(scene, rf"{disk}.*record of step \d+.* are free")
     ballast.unlink()
@@ -356,8 +355,7 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     rank = int(fault.victims[0][-1])
     # worker 0 alone decides the content of a new store
     if fault.prompt or (rank == 0 and change != "token"):
-        scene.start(steps=1 + fault.choice % (STEPS - 2))
-        scene.finished()
+        scene.finish(steps=1 + fault.choice % (STEPS - 2))
     scene.start(deadline_s=SHORT_S, wrong={rank: {"change": change}})
     sentences = refused(
         scene,
@@ -365,13 +363,6 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     )
     scene.finish()
     return sentences
-
-
-def _fill(disk: Path) -> Path:
-    free = os.statvfs(disk)
-    with open(disk / "ballast", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(0, free.f_bavail * free.f_frsize - LEFT))
-    return disk / "ballast"
 
 
 # the run
@@ -433,11 +424,10 @@ def _check_sentences(scene: Scene, sentences: Sequence[str]) -> None:
 
 
 def undisturbed(flavour: str) -> Reference:
-    if flavour in (ALONE, TRAINER):
+    if flavour == ALONE:
         return _undisturbed_alone(flavour)
     with Scene(flavour, HARD_S) as scene:
-        scene.start()
-        scene.finished()
+        scene.finish()
         logs = tuple(scene.logs())
         if any(len(log.steps) != STEPS for log in logs):
             raise Wrong(f"the run without faults did not train {STEPS} steps: {logs}")
@@ -448,8 +438,7 @@ def undisturbed(flavour: str) -> Reference:
 
 def _undisturbed_alone(flavour: str) -> Reference:
     with soak_alone.AloneScene(flavour, HARD_S) as scene:
-        scene.start()
-        scene.finished()
+        scene.finish()
         (log,) = scene.logs()
         calls = re.search(
             r"^0 calls (\d+) (\d+) (\d+)$", text := scene.log(0).read_text(), re.MULTILINE
@@ -511,30 +500,24 @@ def table(ends: Sequence[Outcome]) -> list[str]:
     """Format outcomes as the lines of a table, with a row for each kind of fault and a row for all
     faults.
     """
-    columns = (
-        "count",
-        "went on",
-        "sentence",
-        "failed",
-        "hung",
-        "skipped",
-        "worst recovery s",
-        "worst end s",
-    )
-    lines = [f"{'kind':26}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns)]
+    columns = ("count", *HOWS, "worst recovery s", "worst end s")
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        widths = [max(9, len(column) + 2) for column in columns]
+        return f"{name:26}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
+
+    def worst(seconds: list[float | None]) -> str:
+        measured = [value for value in seconds if value is not None]
+        return f"{max(measured):.1f}" if measured else ""
+
+    lines = [line("kind", columns)]
     kinds = [name for name in KINDS if any(end.fault.kind == name for end in ends)]
     for name in [*kinds, "all"]:
         these = [end for end in ends if name in (end.fault.kind, "all")]
-        cells = [str(len(these))] + [
-            str(sum(e.how == how for e in these) or "") for how in columns[1:6]
-        ]
-        cells[4] = cells[4] or "0"
-        for values in ([e.recovery_s for e in these], [e.lasted_s for e in these]):
-            measured = [value for value in values if value is not None]
-            cells.append(f"{max(measured):.1f}" if measured else "")
-        lines.append(
-            f"{name:26}" + "".join(f"{c:>{max(9, len(n) + 2)}}" for c, n in zip(cells, columns))
-        )
+        counts = Counter(end.how for end in these)
+        cells = [str(counts[how] or ("0" if how == "hung" else "")) for how in HOWS]
+        times = [worst([e.recovery_s for e in these]), worst([e.lasted_s for e in these])]
+        lines.append(line(name, [str(len(these)), *cells, *times]))
     return lines
 
 

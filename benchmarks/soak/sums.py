@@ -128,18 +128,9 @@ class Spare:
     """A running process of a spare host."""
 
     def __init__(self, port: int = 0) -> None:
+        words = ("serve", f"127.0.0.1:{port}", "--sum", "--budget", "64MiB")
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                "roadtrain.cli",
-                "serve",
-                f"127.0.0.1:{port}",
-                "--sum",
-                "--budget",
-                "64MiB",
-            ],
+            [sys.executable, "-u", "-m", "roadtrain.cli", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -178,14 +169,8 @@ class Scene:
             self.add()
         self.processes = []
         for rank in range(workers):
-            words = [
-                sys.executable,
-                "-m",
-                "benchmarks.soak.sums",
-                str(self.home),
-                str(rank),
-                str(workers),
-            ]
+            own = [str(self.home), str(rank), str(workers)]
+            words = [sys.executable, "-m", "benchmarks.soak.sums", *own]
             with open(self.home / f"worker {rank}", "w") as log:
                 process = subprocess.Popen(words, stdout=log, stderr=log)
             stack.callback(process.wait)
@@ -233,31 +218,29 @@ class Scene:
         """Wait until all workers have done `rounds` rounds since the time `since`. Raises
         TimeoutError after 60 seconds, and RoadtrainError if a worker has ended.
         """
-        deadline = time.monotonic() + HARD_S
-        while True:
-            done = self.rounds()
-            if all(sum(at > since for _, at in worker) >= rounds for worker in done):
-                return
-            self.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"workers did not finish {rounds} more rounds within {HARD_S:.0f} s; last"
-                    f" (round, time) of each: {[worker[-1:] for worker in done]}"
-                )
-            time.sleep(0.02)
+
+        def done() -> bool:
+            return all(sum(at > since for _, at in worker) >= rounds for worker in self.rounds())
+
+        self._wait(done, f"workers did not finish {rounds} more rounds")
 
     def used(self, spare: Spare) -> None:
-        deadline = time.monotonic() + HARD_S
-        while True:
+        def sums() -> bool:
             answer = health.ask(address_of(spare.address), TcpOptions())
-            if not isinstance(answer, PeerError) and answer[0].startswith("sums for 1"):
-                return
+            return not isinstance(answer, PeerError) and answer[0].startswith("sums for 1")
+
+        self._wait(sums, f"no worker used the new spare host {spare.address}", 0.1)
+
+    def _wait(self, until: Callable[[], bool], why: str, pause_s: float = 0.02) -> None:
+        deadline = time.monotonic() + HARD_S
+        while not until():
             self.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"no worker used the new spare host {spare.address} within {HARD_S:.0f} s"
+                    f"{why} within {HARD_S:.0f} s; last (round, time) of each worker:"
+                    f" {[worker[-1:] for worker in self.rounds()]}"
                 )
-            time.sleep(0.1)
+            time.sleep(pause_s)
 
     def check(self) -> None:
         for rank, process in enumerate(self.processes):

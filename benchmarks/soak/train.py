@@ -1,27 +1,21 @@
-"""Processes of `roadtrain soak` that train without servers: one runs `roadtrain train`, the other a
-script with Hugging Face's Trainer. The store has two directories, and its syncs and writes are
-tracked.
+"""Process of `roadtrain soak` that trains without servers, as `roadtrain train` does. The store has
+two directories, and its syncs and writes are tracked.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.soak.job import REFUSED, _redirect_output
+from benchmarks.soak.job import errors_logged, redirect_output
 from benchmarks.soak.power import Power, Strike
 from benchmarks.soak.scene import STEPS
 from roadtrain.config.job import Job
-from roadtrain.errors import RoadtrainError
-from roadtrain.integrations.huggingface import Placed
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.generation import open_store
 from roadtrain.storage.mark import Mark
@@ -42,13 +36,12 @@ class TrainerArgs:
     home: str
     run: str
     stores: tuple[str, ...]
-    attempt: int
-    steps: int
     log: str
     shadow: str
     roots: tuple[str, ...]
+    attempt: int = 0
+    steps: int = STEPS
     strikes: tuple[Strike, ...] = ()
-    new_store: bool = False
     lr: float = 1e-2
 
 
@@ -63,12 +56,7 @@ def job_of(errand: TrainerArgs) -> Job:
     }
     return Job.model_validate(
         {
-            "run": {
-                "dir": errand.run,
-                "steps": errand.steps,
-                "device": "cpu",
-                "new_store": errand.new_store,
-            },
+            "run": {"dir": errand.run, "steps": errand.steps, "device": "cpu"},
             "model": {"config": llama},
             "data": {
                 "paths": [f"{errand.home}/text"],
@@ -88,78 +76,15 @@ def train_alone(errand: TrainerArgs) -> None:
     seconds. At the end, log `end` or `error`.
     """
     _write_down(errand.attempt)
-    _watched(errand, lambda: train(job_of(errand)))
-
-
-def train_by_trainer(errand: TrainerArgs) -> None:
-    """Train with Hugging Face's Trainer, and log like `train_alone`, with the learning rate in
-    place of the norm.
-    """
-    _watched(errand, lambda: _train_by_trainer(errand))
-
-
-def _train_by_trainer(start: TrainerArgs) -> None:
-    """Run a script of Hugging Face's Trainer with dropout, shuffled rows, a schedule and
-    checkpoints. The script is the same at every start.
-    """
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=64)
-    model = transformers.GPT2LMHeadModel(config)
-    rows = [
-        {"input_ids": row, "labels": row}
-        for row in torch.randint(0, 64, (10, 16), generator=torch.Generator().manual_seed(1))
-    ]
-
-    class RecordingTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
-        def compute_loss(self, *args: Any, **options: Any) -> Any:
-            out = super().compute_loss(*args, **options)
-            self.last = float(out)
-            return out
-
-    class StepLogger(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-            lr, placed = options["lr_scheduler"].get_last_lr()[0], trainer.optimizer.optimizer
-            words = trainer.last.hex(), float(lr).hex(), placed.committed_step, time.monotonic()
-            print(start.attempt, state.global_step, *words)
-
-    args = transformers.TrainingArguments(
-        output_dir=start.run,
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        save_steps=4,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    options = {"store": start.stores, "chunk_elements": 1 << 16, "host_budget": "96MiB"}
-    trainer = RecordingTrainer(
-        model,
-        args,
-        train_dataset=rows,
-        callbacks=[StepLogger()],
-        optimizer_cls_and_kwargs=(Placed, {"optimizer": torch.optim.AdamW, **options}),
-    )
-    trainer.train()
-    trainer.optimizer.optimizer.close()
-
-
-def _watched(errand: TrainerArgs, train: Callable[[], object]) -> None:
-    _redirect_output(errand.log)
+    redirect_output(errand.log)
     torch.set_num_threads(1)
     counted = Strike("sync", NEVER, "kill before", "ledger")
     power = Power(
         Path(errand.shadow), [Path(root) for root in errand.roots], (*errand.strikes, counted)
     )
     power.install()
-    try:
-        train()
-    except RoadtrainError as error:
-        print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
-        # as if killed: without atexit handlers, so that the scene sees what hangs
-        os._exit(REFUSED)
+    with errors_logged(errand.attempt):
+        train(job_of(errand))
     print(
         errand.attempt, "calls", power.totals["sync"], power.totals["write"], power.counts[counted]
     )

@@ -5,21 +5,13 @@ priorities. Needs root.
 
 All losses must agree to rounding. The time of a step is measured on the slowest worker, as the
 median of four steps.
-
-    python -m benchmarks.sums.steps --rank 0 --workers 4 --master A --spares A:P,..
-    --token F --how ddp ..
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,16 +22,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common.children import run_children
+from benchmarks.common.gloo import start_gloo
 from benchmarks.common.report import Row
+from benchmarks.common.rows import row
+from benchmarks.sums.lab import ONE_THREAD, hosts_of, lab, spare_hosts
 from roadtrain.errors import RoadtrainError
 from roadtrain.integrations import horovod as hvd
 from roadtrain.integrations.ddp import Summation, sum_hook
-from roadtrain.lab import CARRIED, LabNic, Network
+from roadtrain.lab import CARRIED, Network
 from roadtrain.sums.protocol.shares import busiest, optimum
 from roadtrain.sums.tensor_sums import TensorSum
-from roadtrain.transport.address import write_token
 
-PORT, TIMEOUT_S, STEPS = 7400, 300, 4
+TIMEOUT_S, STEPS = 300, 4
 WAYS = ("ddp", "hook", "hvd", "later", "later, no priorities")
 MODELS = {  # width, layers, batch, repetitions; bytes/s of the links
     "heavy in parameters": (2048, 4, 64, 1, 50e6),
@@ -72,10 +67,7 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
     out = []
     for name, (width, layers, batch, times, rate) in [*MODELS.items()][: 2 if quick else 3]:
         nbytes = 4 * layers * (width * width + width)
-        hosts = {f"w{i}": [LabNic(rate)] for i in range(n)} | {
-            f"s{i}": [LabNic(rate)] for i in range(k)
-        }
-        with Network(hosts) as network:
+        with lab([rate] * n, [rate] * k) as network:
             found = {way: steps_of(network, n, k, way, name, 2 if quick else STEPS) for way in WAYS}
         losses = {way: result["loss"] for way, result in found.items()}
         if any(abs(loss / losses["ddp"] - 1) > 1e-4 for loss in losses.values()):
@@ -103,147 +95,82 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
             ("later", "ddp", gloo),
             ("later", "later, no priorities", "the same without priorities"),
         ]
-        out += [
-            Row(
-                case,
-                f"a step, {way}",
-                "s",
-                took[way],
-                took[peer],
-                words,
-                took[peer] / took[way],
-                None,
-                None,
-                None,
-            )
-            for way, peer, words in peers
-        ]
-        out.append(
-            Row(case, "a step without any exchange", "s", alone, None, None, None, None, None, None)
-        )
+        for way, peer, name_of_peer in peers:
+            out.append(row(case, f"a step, {way}", "s", took[way], (took[peer], name_of_peer)))
+        out.append(Row(case, "a step without any exchange", "s", alone))
     return out
 
 
 def steps_of(
     network: Network, n: int, k: int, way: str, model: str, steps: int
 ) -> dict[str, float]:
-    addresses = [network.hosts[f"w{i}"].address for i in range(n)]
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-bench-")))
-        write_token(home / "token")
-        spares = []
-        for i in range(k if way != "ddp" else 0):
-            host = network.hosts[f"s{i}"]
-            spares.append(f"{host.address}:{PORT}")
-            _run(
-                stack,
-                host,
-                [
-                    "roadtrain.cli",
-                    "serve",
-                    spares[-1],
-                    "--sum",
-                    "--budget",
-                    "1GiB",
-                    "--token-file",
-                    str(home / "token"),
-                ],
-                stdout=subprocess.DEVNULL,
-            )
-        workers = [
-            _run(
-                stack,
-                network.hosts[f"w{rank}"],
-                [
-                    "benchmarks.sums.steps",
-                    "--rank",
-                    str(rank),
-                    "--workers",
-                    str(n),
-                    "--master",
-                    addresses[0],
-                    "--spares",
-                    ",".join(spares),
-                    "--token",
-                    str(home / "token"),
-                    "--how",
-                    way,
-                    "--model",
-                    model,
-                    "--steps",
-                    str(steps),
-                    "--json",
-                    str(home / f"{rank}.json"),
-                ],
-            )
-            for rank in range(n)
-        ]
-        for process in workers:
-            if process.wait(TIMEOUT_S):
-                raise RoadtrainError(
-                    f"a worker of {way!r} ended with exit code {process.returncode}"
-                )
-        found = [json.loads((home / f"{rank}.json").read_text()) for rank in range(n)]
+    hosts = hosts_of(network, "w", n)
+    with (
+        tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name,
+        spare_hosts(network, 0 if way == "ddp" else k, "1GiB", Path(name)) as spares,
+    ):
+        how = {
+            "workers": n,
+            "master": hosts[0].address,
+            "spares": [spare.address for spare in spares],
+            "token": f"{name}/token",
+            "how": way,
+            "model": model,
+            "steps": steps,
+        }
+        each = [{"rank": rank, **how} for rank in range(n)]
+        found = run_children(worker, each, hosts=hosts, envs=[ONE_THREAD] * n, within_s=TIMEOUT_S)
     return {
-        "seconds": median(max(worker["seconds"][i] for worker in found) for i in range(steps)),
-        "alone": median(max(worker["alone"][i] for worker in found) for i in range(steps)),
-        "loss": sum(worker["loss"] for worker in found) / n,
+        "seconds": median(max(result["seconds"][i] for result in found) for i in range(steps)),
+        "alone": median(max(result["alone"][i] for result in found) for i in range(steps)),
+        "loss": sum(result["loss"] for result in found) / n,
     }
-
-
-def _run(
-    stack: ExitStack, host: Any, words: Sequence[str], **options: Any
-) -> subprocess.Popen[Any]:
-    process: subprocess.Popen[Any] = host.run(
-        [sys.executable, "-m", *words],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
-        **options,
-    )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
 
 
 # a worker process
 
 
-def worker(args: argparse.Namespace) -> dict[str, Any]:
+def worker(
+    rank: int,
+    workers: int,
+    master: str,
+    spares: Sequence[str],
+    token: str,
+    how: str,
+    model: str,
+    steps: int,
+) -> dict[str, Any]:
     os.environ |= {
-        "MASTER_ADDR": args.master,
+        "MASTER_ADDR": master,
         "MASTER_PORT": "29544",
-        "RANK": str(args.rank),
-        "WORLD_SIZE": str(args.workers),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
     torch.set_num_threads(1)
-    width, layers, batch, times, _ = MODELS[args.model]
-    dist.init_process_group("gloo")
+    width, layers, batch, times, _ = MODELS[model]
+    start_gloo(rank, workers, master)
     torch.manual_seed(0)
-    model: nn.Module = Net(width, layers, times)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    options = {
-        "spares": [spare for spare in args.spares.split(",") if spare],
-        "token_file": args.token,
-    }
+    net: nn.Module = Net(width, layers, times)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     state = None
-    if args.how in ("ddp", "hook"):
-        parallel = DistributedDataParallel(model)
-        if args.how == "hook":
-            state = Summation(**options)
+    if how in ("ddp", "hook"):
+        parallel = DistributedDataParallel(net)
+        if how == "hook":
+            state = Summation(spares=spares, token_file=token)
             parallel.register_comm_hook(state, sum_hook)
-        model = parallel
+        net = parallel
     else:
-        if args.how.endswith("no priorities"):
+        if how.endswith("no priorities"):
             hvd.Summation = _EqualPriority  # type: ignore[misc]
-        hvd.init(**options)
-        optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            model.named_parameters(),
-            model=model if args.how.startswith("later") else None,
-        )
+        hvd.init(spares=spares, token_file=token)
+        later = net if how.startswith("later") else None
+        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), model=later)
+    torch.manual_seed(1 + rank)
+    x, y = torch.randn((batch, width)), torch.randn((batch, width))
     try:
-        return _train(model, optimizer, args, (batch, width))
+        return _train(net, optimizer, x, y, steps, alone=how == "ddp")
     finally:
         if state is not None:
             state.close()
@@ -253,45 +180,23 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(
-    model: nn.Module, optimizer: Any, args: argparse.Namespace, shape: tuple[int, int]
+    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, steps: int, *, alone: bool
 ) -> dict[str, Any]:
-    torch.manual_seed(1 + args.rank)
-    x, y = torch.randn(shape), torch.randn(shape)
+    """Train, and return the seconds of each step and the last loss. If `alone`, also measure the
+    same work without exchange, on all workers at once.
+    """
     seconds, loss = [], torch.zeros(())
-    for _ in range(args.steps + 2):
+    for _ in range(steps + 2):
         begin = perf_counter()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(perf_counter() - begin)
-    alone, plain = [], getattr(model, "module", model)
-    if args.how == "ddp":  # the same work without exchange, on all workers at once
-        for _ in range(args.steps):
-            dist.barrier()
-            begin = perf_counter()
-            nn.functional.mse_loss(plain(x), y).backward()
-            alone.append(perf_counter() - begin)
-    return {"seconds": seconds[2:], "alone": alone or [0.0] * args.steps, "loss": loss.item()}
-
-
-def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, kind in (
-        ("rank", int),
-        ("workers", int),
-        ("master", str),
-        ("spares", str),
-        ("token", str),
-        ("how", str),
-        ("model", str),
-        ("steps", int),
-        ("json", str),
-    ):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    args = parser.parse_args(argv)
-    Path(args.json).write_text(json.dumps(worker(args)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    plain, without = getattr(model, "module", model), [0.0] * steps
+    for i in range(steps if alone else 0):
+        dist.barrier()
+        begin = perf_counter()
+        nn.functional.mse_loss(plain(x), y).backward()
+        without[i] = perf_counter() - begin
+    return {"seconds": seconds[2:], "alone": without, "loss": loss.item()}

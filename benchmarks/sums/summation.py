@@ -11,35 +11,31 @@ Needs root. Does NOT emulate latency.
     4, 8     workers, with up to as many spare hosts, all links equal
     unequal  4 workers and 2 spare hosts on unequal links
     steps    whole DDP steps
-
-    python -m benchmarks.sums.summation --rank 0 --workers 4 --addresses A,B,.. --rates R,R,..
-    --nbytes N --json OUT
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.children import run_children
+from benchmarks.common.gloo import start_gloo
 from benchmarks.common.report import Report, Row, cores
+from benchmarks.common.rows import row
 from benchmarks.sums import steps as summation_steps
+from benchmarks.sums.lab import ONE_THREAD, PORT, TOKEN, hosts_of, lab, spare_hosts
 from benchmarks.sums.pending_sums import PendingSums
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import CARRIED, LabNic, Network, network_available
+from roadtrain.lab import CARRIED, Network, network_available
 from roadtrain.servers import frames as m
 from roadtrain.sums.protocol.shares import busiest, optimum
 from roadtrain.sums.sum_server import Reducers
@@ -47,8 +43,9 @@ from roadtrain.sums.worker_sums import SumOptions, WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
 RATE = 50e6  # bytes/s of a link: 400 Mbit/s
-NBYTES, ROUNDS, PORT, TIMEOUT_S = 256_000_000, 3, 7300, 180
-TOKEN = b"only for this measurement"
+NBYTES, ROUNDS, TIMEOUT_S = 256_000_000, 3, 180
+GLOO = "gloo all-reduce"
+LEAST_RATIOS = {(4, 0): 0.98, (4, 4): 1.4}  # (workers, spare hosts) -> goal against gloo
 
 
 ITEMS = ("4", "8", "unequal", "steps")
@@ -65,7 +62,7 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
     if "8" in items:
         rows += _equal_links(8, (0, 4, 8), 0.90, nbytes, rounds)
     if "unequal" in items:
-        rows += _unequal_links(nbytes, rounds)
+        rows.append(_unequal_links(nbytes, rounds))
     if "steps" in items:
         rows += summation_steps.rows(4, 4, quick)
     return Report("summation", rows)
@@ -78,125 +75,61 @@ def _seconds(workers: Sequence[float], spares: Sequence[float]) -> float:
     return busiest(workers, spares, optimum(workers, spares))
 
 
-def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds: int) -> list[Row]:
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
-        network = _network([RATE] * n, [RATE] * max(spares))
-        with network:
-            peer = _exchange(Path(name), network, n, 0, [RATE] * n, nbytes, rounds, "gloo")
-            for k in spares:
-                rates = [RATE] * (n + k)
-                got = _exchange(Path(name), network, n, k, rates, nbytes, rounds, "best")
-                least = _seconds(rates[:n], rates[n:]) * nbytes / CARRIED
-                case = (
-                    f"{n} workers, {k} spare hosts, {8 * RATE / 1e6:g} Mbit/s, {nbytes / 1e6:g} MB"
-                )
-                ratio = peer["seconds"] / got["seconds"]
-                least_ratio = {(4, 0): 0.98, (4, 4): 1.4}.get((n, k))
-                rows += [
-                    Row(
-                        case,
-                        "goodput",
-                        "MB/s",
-                        nbytes / got["seconds"] / 1e6,
-                        nbytes / peer["seconds"] / 1e6,
-                        "gloo all-reduce",
-                        ratio,
-                        least / got["seconds"],
-                        f"{goal:.2f} of the optimum",
-                        least / got["seconds"] >= goal,
-                    ),
-                    Row(
-                        case,
-                        "a round",
-                        "s",
-                        got["seconds"],
-                        peer["seconds"],
-                        "gloo all-reduce",
-                        ratio,
-                        least / got["seconds"],
-                        None if least_ratio is None else f"ratio >= {least_ratio}",
-                        None if least_ratio is None else ratio >= least_ratio,
-                    ),
-                    Row(
-                        case,
-                        "processor time of all hosts, of all cores",
-                        "",
-                        got["cpu"],
-                        peer["cpu"],
-                        "gloo all-reduce",
-                        None,
-                        None,
-                        None,
-                        None,
-                    ),
-                ]
-                print(
-                    f"{case}: {got['seconds']:.2f} s, optimum {least:.2f}, gloo"
-                    f" {peer['seconds']:.2f}",
-                    flush=True,
-                )
-    return rows
+def _equal_links(
+    n: int, spares: Sequence[int], goal: float, nbytes: int, rounds: int
+) -> Iterator[Row]:
+    with lab([RATE] * n, [RATE] * max(spares)) as network:
+        peer = _exchange(network, [RATE] * n, [], nbytes, rounds, "gloo")
+        for k in spares:
+            workers, helpers = [RATE] * n, [RATE] * k
+            got = _exchange(network, workers, helpers, nbytes, rounds, "best")
+            least = _seconds(workers, helpers) * nbytes / CARRIED
+            case = f"{n} workers, {k} spare hosts, {8 * RATE / 1e6:g} Mbit/s, {nbytes / 1e6:g} MB"
+            print(
+                f"{case}: {got['seconds']:.2f} s, optimum {least:.2f}, gloo {peer['seconds']:.2f}",
+                flush=True,
+            )
+            ratio, share = peer["seconds"] / got["seconds"], least / got["seconds"]
+            ours, theirs = (nbytes / run["seconds"] / 1e6 for run in (got, peer))
+            whole, met = f"{goal:.2f} of the optimum", share >= goal
+            yield Row(case, "goodput", "MB/s", ours, theirs, GLOO, ratio, share, whole, met)
+            bar = f"ratio >= {LEAST_RATIOS[n, k]:g}" if (n, k) in LEAST_RATIOS else None
+            beside = (peer["seconds"], GLOO)
+            yield row(case, "a round", "s", got["seconds"], beside, goal=bar, of_floor=share)
+            metric = "processor time of all hosts, of all cores"
+            yield Row(case, metric, "", got["cpu"], peer["cpu"], GLOO)
 
 
-def _unequal_links(nbytes: int, rounds: int) -> list[Row]:
+def _unequal_links(nbytes: int, rounds: int) -> Row:
     """Measure a summation with unequal links: one of four worker hosts has a link of half the rate,
     and two spare hosts have links of a quarter.
     """
     workers, spares = [RATE, RATE, RATE, RATE / 2], [RATE / 4] * 2
-    with (
-        tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name,
-        _network(workers, spares) as network,
-    ):
+    with lab(workers, spares) as network:
         got, equal = (
-            _exchange(Path(name), network, 4, 2, [*workers, *spares], nbytes, rounds, how)
+            _exchange(network, workers, spares, nbytes, rounds, how)["seconds"]
             for how in ("best", "equal")
         )
-    seconds = [
-        shares * nbytes / CARRIED
-        for shares in (
-            _seconds(workers, spares),
-            busiest(workers, spares, optimum([1.0] * 4, [1.0] * 2)),
-        )
-    ]
+    as_if_equal = busiest(workers, spares, optimum([1.0] * 4, [1.0] * 2))
+    least, floor = (share * nbytes / CARRIED for share in (_seconds(workers, spares), as_if_equal))
     case = (
         f"4 workers, one at half of {8 * RATE / 1e6:g} Mbit/s, 2 spare hosts at a quarter,"
         f" {nbytes / 1e6:g} MB"
     )
     print(
-        f"{case}: {got['seconds']:.2f} s, optimum {seconds[0]:.2f}; shares as if equal"
-        f" {equal['seconds']:.2f}, their floor {seconds[1]:.2f}",
+        f"{case}: {got:.2f} s, optimum {least:.2f}; shares as if equal {equal:.2f}, their floor"
+        f" {floor:.2f}",
         flush=True,
     )
-    return [
-        Row(
-            case,
-            "a round",
-            "s",
-            got["seconds"],
-            equal["seconds"],
-            "shares as if all links were equal",
-            equal["seconds"] / got["seconds"],
-            seconds[0] / got["seconds"],
-            "within 1.07 x the optimum",
-            got["seconds"] <= 1.07 * seconds[0],
-        )
-    ]
-
-
-def _network(workers: Sequence[float], spares: Sequence[float]) -> Network:
-    rates = {f"w{i}": rate for i, rate in enumerate(workers)} | {
-        f"s{i}": rate for i, rate in enumerate(spares)
-    }
-    return Network({name: [LabNic(rate)] for name, rate in rates.items()})
+    peer, goal = "shares as if all links were equal", "within 1.07 x the optimum"
+    met = got <= 1.07 * least
+    return Row(case, "a round", "s", got, equal, peer, equal / got, least / got, goal, met)
 
 
 def _exchange(
-    home: Path,
     network: Network,
-    n: int,
-    k: int,
-    rates: Sequence[float],
+    workers: Sequence[float],
+    spares: Sequence[float],
     nbytes: int,
     rounds: int,
     how: str,
@@ -205,84 +138,67 @@ def _exchange(
     slowest worker, "cpu": share of all cores that the processes used together}.
 
     Args:
-        n: number of workers
-        k: number of spare hosts
+        workers: rate of the link of each worker host
+        spares: rate of the link of each spare host that helps
         how: "best" for the best division of work, "equal" for the best division if all links were
             equal, "gloo" for gloo's ring
     """
-    names = [*(f"w{i}" for i in range(n)), *(f"s{i}" for i in range(k))]
-    addresses = ",".join(network.hosts[name].address for name in names)
-    running = []
-    with ExitStack() as stack:
-        for i, name in enumerate(names):
-            out = home / f"{name}.json"
-            words = [
-                "--rank",
-                str(i),
-                "--workers",
-                str(n),
-                "--addresses",
-                addresses,
-                "--how",
-                how,
-                "--rates",
-                ",".join(map(str, rates)),
-                "--nbytes",
-                str(nbytes),
-                "--rounds",
-                str(rounds),
-                "--json",
-                str(out),
-            ]
-            process = network.hosts[name].run(
-                [sys.executable, "-m", "benchmarks.sums.summation", *words],
-                stdin=subprocess.PIPE,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
-            )
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-            running.append((process, out))
-        for process, _ in running[:n]:
-            if process.wait(TIMEOUT_S + 20 * rounds):
-                raise RoadtrainError(f"a worker ended with exit code {process.returncode}")
-        for process, _ in running[n:]:
-            process.communicate(b"", timeout=TIMEOUT_S)
-        found = [json.loads(out.read_text()) for _, out in running]
-    workers = found[:n]
-    seconds = median(max(worker["seconds"][i] for worker in workers) for i in range(rounds))
-    whole = sum(workers[0]["seconds"]) + workers[0]["first"]
-    return {"seconds": seconds, "cpu": sum(process["cpu"] for process in found) / (cores() * whole)}
+    hosts = hosts_of(network, "w", len(workers))
+    with (
+        tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home,
+        spare_hosts(network, len(spares), f"{4 * nbytes}B", Path(home)) as servers,
+    ):
+        common = {
+            "addresses": [host.address for host in hosts],
+            "spares": [server.address for server in servers],
+            "rates": [1.0] * (len(workers) + len(spares))
+            if how == "equal"
+            else [*workers, *spares],
+            "nbytes": nbytes,
+            "rounds": rounds,
+        }
+        each = [{"rank": rank, **common} for rank in range(len(workers))]
+        processes = [psutil.Process(server.process.pid) for server in servers]
+        before = _processor_s(processes)
+        function, within_s = gloo if how == "gloo" else summing, TIMEOUT_S + 20 * rounds
+        envs = [ONE_THREAD] * len(hosts)
+        found = run_children(function, each, hosts=hosts, envs=envs, within_s=within_s)
+        cpu = _processor_s(processes) - before + sum(result["cpu"] for result in found)
+    seconds = median(max(result["seconds"][i] for result in found) for i in range(rounds))
+    whole = sum(found[0]["seconds"]) + found[0]["first"]
+    return {"seconds": seconds, "cpu": cpu / (cores() * whole)}
+
+
+def _processor_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return float(sum(time.user + time.system for time in times))
 
 
 # on one host
 
 
-def host(args: argparse.Namespace) -> dict[str, Any]:
-    addresses, rates = args.addresses.split(","), [float(rate) for rate in args.rates.split(",")]
-    if args.how == "gloo":
-        return gloo(args, addresses)
-    reducers, options = Reducers(4 * args.nbytes), TcpOptions(token=TOKEN, retry_s=30)
-    listener = listen((addresses[args.rank], PORT), reducers.accept, options, language=m.LANGUAGE)
-    n, cpu = args.workers, process_time()
+def summing(
+    rank: int,
+    addresses: Sequence[str],
+    spares: Sequence[str],
+    rates: Sequence[float],
+    nbytes: int,
+    rounds: int,
+) -> dict[str, Any]:
+    n, reducers, options = len(addresses), Reducers(4 * nbytes), TcpOptions(token=TOKEN, retry_s=30)
+    listener = listen((addresses[rank], PORT), reducers.accept, options, language=m.LANGUAGE)
     try:
-        if args.rank >= n:
-            sys.stdin.read()  # until the parent closes the pipe
-            return {"cpu": process_time() - cpu}
-        like = [1.0] * len(rates) if args.how == "equal" else rates
-        sites = [
-            None if i == args.rank else (address, PORT) for i, address in enumerate(addresses[:n])
-        ]
-        spares = tuple((i, f"{addresses[i]}:{PORT}", like[i]) for i in range(n, len(like)))
+        sites = [None if i == rank else (at, PORT) for i, at in enumerate(addresses)]
         sums = WorkerSums(
-            args.rank,
+            rank,
             sites,
-            like[:n],
-            spares,
+            rates[:n],
+            tuple(zip(range(n, len(rates)), spares, rates[n:])),
             reducers.accept,
             SumOptions("bench", options, deadline_s=TIMEOUT_S),
         )
         try:
-            return rounds_of(sums, args)
+            return rounds_of(sums, rank, n, nbytes, rounds)
         finally:
             sums.close()
     finally:
@@ -290,13 +206,14 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
         listener.close()
 
 
-def rounds_of(sums: WorkerSums, args: argparse.Namespace) -> dict[str, Any]:
-    elements, seconds = args.nbytes // 4, []
-    grad, out = (np.empty(elements, np.float32) for _ in range(2))
-    pending = PendingSums(sums)
+def rounds_of(
+    sums: WorkerSums, own_rank: int, workers: int, nbytes: int, rounds: int
+) -> dict[str, Any]:
+    grad, out = (np.empty(nbytes // 4, np.float32) for _ in range(2))
+    pending, seconds = PendingSums(sums), []
     barrier, cpu = [np.zeros(1, np.float32) for _ in range(2)], 0.0
-    for i in range(args.rounds + 1):
-        grad[:] = np.float32(0.1) * (args.rank + 1 + i)
+    for i in range(rounds + 1):
+        grad[:] = np.float32(0.1) * (own_rank + 1 + i)
         for key, (what, result) in ((0, barrier), (1, (grad, out))):
             begin, used = perf_counter(), process_time()
             grads, total = (array.view(np.uint8).data for array in (what, result))
@@ -305,7 +222,7 @@ def rounds_of(sums: WorkerSums, args: argparse.Namespace) -> dict[str, Any]:
             cpu += process_time() - used
         seconds.append(perf_counter() - begin)
         expected = np.float32(0)
-        for rank in range(args.workers):
+        for rank in range(workers):
             expected += np.float32(0.1) * (rank + 1 + i)
         if not (out == expected).all():
             raise RoadtrainError(
@@ -314,12 +231,12 @@ def rounds_of(sums: WorkerSums, args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds[1:], "first": seconds[0], "cpu": cpu}
 
 
-def gloo(args: argparse.Namespace, addresses: Sequence[str]) -> dict[str, Any]:
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{addresses[0]}:29533", rank=args.rank, world_size=args.workers
-    )
-    tensor, seconds, cpu = torch.zeros(args.nbytes // 4), [], process_time()
-    for _ in range(args.rounds + 1):
+def gloo(
+    rank: int, addresses: Sequence[str], nbytes: int, rounds: int, **_others: Any
+) -> dict[str, Any]:
+    start_gloo(rank, len(addresses), addresses[0])
+    tensor, seconds, cpu = torch.zeros(nbytes // 4), [], process_time()
+    for _ in range(rounds + 1):
         dist.barrier()
         begin = perf_counter()
         dist.all_reduce(tensor)
@@ -327,24 +244,3 @@ def gloo(args: argparse.Namespace, addresses: Sequence[str]) -> dict[str, Any]:
     used = process_time() - cpu
     dist.destroy_process_group()
     return {"seconds": seconds[1:], "first": seconds[0], "cpu": used}
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, kind in (
-        ("rank", int),
-        ("workers", int),
-        ("addresses", str),
-        ("rates", str),
-        ("nbytes", int),
-        ("rounds", int),
-        ("how", str),
-        ("json", str),
-    ):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    args = parser.parse_args(argv)
-    Path(args.json).write_text(json.dumps(host(args)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -11,18 +11,13 @@ those of both processes together.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import multiprocessing
-import os
-import shutil
 import socket
-import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -30,9 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.children import Child, requests, running, send_value, wait_for_all
 from benchmarks.common.report import Report, Row, cores
+from benchmarks.common.rows import row
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import PeerError
+from roadtrain.lab import CARRIED, LabHost, LabNic, Network, network_available
 from roadtrain.transport import handshake, shm, tcp
 from roadtrain.transport.link import Link, copy
 from roadtrain.transport.plugins import link_names, link_options
@@ -44,7 +42,7 @@ WAIT_S = 60.0
 TOKEN = b"only for this measurement"
 # name -> (bytes/s, goal as a share of the rate)
 RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)}
-CLONE_NEWNET = 0x40000000
+GLOO = "gloo isend/irecv"
 LINKS = ("tcp", "shm", *(name for name in link_names() if name == "rdma"))
 CALLED = {"tcp": "tcp", "shm": "shm", "rdma": "rdma (UCX's TCP mode)"}
 UNSUMMED = " without checksums"
@@ -111,7 +109,7 @@ class _Node:
         if transport.startswith("shm"):
             self.link = shm.connect(address, self, _near_options(transport))
         else:
-            self.link = tcp.connect(address, self, _options(transport, connections))
+            self.link = tcp.connect(tuple(address), self, _options(transport, connections))
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
         """Send `sends` chunks and receive `receives` chunks at the same time. Returns (seconds
@@ -166,7 +164,7 @@ class _Node:
         return self.server.getsockname()
 
     def connect_plain(self, address: Any) -> None:
-        self.client = socket.create_connection(address)
+        self.client = socket.create_connection(tuple(address))
 
     def plain_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
         """Measure the floor of TCP: transfer the same bytes over a bare socket, without frames.
@@ -218,23 +216,13 @@ class _Node:
         return perf_counter() - begin, 0.0, process_time() - cpu
 
 
-def _serve(pipe: Connection, namespace: str) -> None:
-    if namespace:
-        libc, fd = (
-            ctypes.CDLL(None, use_errno=True),
-            os.open(f"/run/netns/{namespace}", os.O_RDONLY),
-        )
-        if libc.setns(fd, CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(fd)
+def serve() -> None:
+    """Make the transfers that the parent process requests."""
     torch.set_num_threads(1)
     node = _Node()
-    while (request := pipe.recv()) is not None:
-        try:
-            pipe.send(getattr(node, request[0])(*request[1:]))
-        except Exception as error:
-            pipe.send(RuntimeError(f"{request[0]}: {error!r}"))
-    node.close()
+    send_value("ready")
+    for name, *arguments in requests():
+        send_value("answer", getattr(node, name)(*arguments))
 
 
 class _Pair:
@@ -242,256 +230,121 @@ class _Pair:
     answers.
     """
 
-    def __init__(self, *namespaces: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for namespace in namespaces:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, namespace), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = children
 
-    def ask(self, a: tuple[Any, ...] | None, b: tuple[Any, ...] | None) -> list[Any]:
-        requests = [
-            (pipe, request) for pipe, request in zip(self._pipes, (a, b)) if request is not None
-        ]
-        for pipe, request in requests:
-            pipe.send(request)
-        answers = []
-        for pipe, request in requests:
-            if not pipe.poll(2 * WAIT_S):
-                raise TimeoutError(
-                    f"a process did not answer the request {request[0]!r} within {2 * WAIT_S:.0f} s"
-                )
-            answers.append(pipe.recv())
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    def ask(self, *both: tuple[Any, ...] | None) -> list[Any]:
+        receivers = []
+        for child, request in zip(self._children, both, strict=True):
+            if request is not None:
+                child.go_on(request)
+                receivers.append(child)
+        return wait_for_all(receivers, "answer", 2 * WAIT_S)
 
 
-def _loopback(buffers: int, quick: bool) -> list[Row]:
+@contextmanager
+def _pair(home: Path, hosts: Sequence[LabHost] = ()) -> Iterator[_Pair]:
+    with running(serve, [{}, {}], home, hosts=hosts) as children:
+        wait_for_all(children, "ready", 2 * WAIT_S)
+        yield _Pair(children)
+
+
+def _loopback(buffers: int, quick: bool) -> Iterator[Row]:
     chunks, rounds = (16, 1) if quick else (256, 9)
-    two = _Pair("", "")
-    rates: dict[str, list[float]] = {}
-    cpu: dict[str, list[float]] = {}
-    folder = tempfile.mkdtemp(prefix="roadtrain-link-")
-    try:
-        two.ask(("gloo", 0, f"{folder}/gloo"), ("gloo", 1, f"{folder}/gloo"))
+    ways = [*WAYS, "plain", "gloo", "copy"]
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory(prefix="roadtrain-link-") as name, _pair(Path(name)) as two:
+        two.ask(("gloo", 0, f"{name}/gloo"), ("gloo", 1, f"{name}/gloo"))
         two.ask(("use", buffers), ("use", buffers))
         for _ in range(rounds + 1):  # the first round is a warm-up
-            for way in (
-                "tcp",
-                "tcp" + UNSUMMED,
-                "plain",
-                "gloo",
-                "shm",
-                "shm" + UNSUMMED,
-                "copy",
-                *(way for way in WAYS if way.startswith("rdma")),
-            ):
-                if way in WAYS:
-                    where = f"{folder}/shm" if way.startswith("shm") else "127.0.0.1"
-                    (address,) = two.ask(None, ("listen", way, where))
-                    two.ask(("connect", way, address, 1), None)
-                elif way == "plain":
-                    (address,) = two.ask(None, ("listen_plain",))
-                    two.ask(("connect_plain", address), None)
-                name = "transfer" if way in WAYS else f"{way}_transfer"
-                a, b = two.ask((name, chunks, 0), None if way == "copy" else (name, 0, chunks)) + [
-                    (0.0, 0.0, 0.0)
-                ] * (way == "copy")
-                rates.setdefault(way, []).append(chunks * CHUNK / a[0] / 1e9)
-                cpu.setdefault(way, []).append((a[2] + b[2]) / (chunks * CHUNK / 1e9))
-                if way in WAYS:
-                    two.ask(("close",), None)
-                    two.ask(None, ("close",))
-    finally:
-        two.close()
-        shutil.rmtree(folder)
+            for way in ways:
+                spent = _transfer(two, way, chunks, name)
+                rates[way].append(chunks * CHUNK / spent[0][0])
+                cpu[way].append(sum(cpu_s for _, _, cpu_s in spent) / (chunks * CHUNK / 1e9))
     rate = {way: median(values[1:]) for way, values in rates.items()}
-    spent = {way: median(values[1:]) for way, values in cpu.items()}
-    rows = []
-    for way, floor, goal in (("tcp", "plain", 4.0), ("shm", "copy", 10.0), ("rdma", "plain", None))[
-        : len(LINKS)
-    ]:
-        where = (
-            "one buffer a side, in the cache"
-            if buffers == 1
-            else f"{buffers} buffers a side in turn"
-        )
+    spent_s = {way: median(values[1:]) for way, values in cpu.items()}
+    where = (
+        "one buffer a side, in the cache" if buffers == 1 else f"{buffers} buffers a side in turn"
+    )
+    floors = {"tcp": ("plain", 4.0), "shm": ("copy", 10.0), "rdma": ("plain", None)}
+    for way in LINKS:
+        floor, goal = floors[way]
         case = f"{CALLED[way]}, 4 MiB chunks, {where}, two processes, {cores()} cores"
-        judged = goal if buffers == 1 else None
-        rows += [
-            Row(
-                case,
-                "one way",
-                "GB/s",
-                rate[way],
-                peer=rate["gloo"],
-                peer_name="gloo isend/irecv",
-                ratio=rate[way] / rate["gloo"],
-                of_floor=rate[way] / rate[floor],
-                goal=None if judged is None else f">= {judged:g} GB/s",
-                met=None if judged is None else rate[way] >= judged,
-            ),
-            Row(
-                case,
-                "CPU of both sides",
-                "s/GB",
-                spent[way],
-                peer=spent["gloo"],
-                peer_name="gloo isend/irecv",
-                ratio=spent["gloo"] / spent[way],
-                of_floor=spent[floor] / spent[way] if floor == "plain" else None,
-            ),
-        ]
-        bare = way + UNSUMMED
-        rows += [
-            Row(
-                case + UNSUMMED,
-                "one way",
-                "GB/s",
-                rate[bare],
-                peer=rate[way],
-                peer_name="with checksums",
-                ratio=rate[bare] / rate[way],
-                of_floor=rate[bare] / rate[floor],
-            ),
-            Row(
-                case + UNSUMMED,
-                "CPU of both sides",
-                "s/GB",
-                spent[bare],
-                peer=spent[way],
-                peer_name="with checksums",
-                ratio=spent[way] / spent[bare],
-            ),
-        ]
-    return rows
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def _emulated(rate: str) -> Iterator[tuple[str, str]]:
-    """Create two network namespaces, joined by a link of rate `rate` in each direction, during the
-    `with` block. Yields the names of the namespaces, whose addresses are 10.99.0.1 and 10.99.0.2.
-    """
-    names = [f"roadtrain-link-{os.getpid()}-{side}" for side in "ab"]
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run(
-            "ip",
-            "link",
-            "add",
-            "v0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "v0",
-            "netns",
-            names[1],
+        bare, whole = way + UNSUMMED, "CPU of both sides"
+        yield row(
+            *(case, "one way", "GB/s", rate[way], (rate["gloo"], GLOO)),
+            goal=None if goal is None or buffers > 1 else f"ours >= {goal:g}",
+            of_floor=rate[way] / rate[floor],
+            more_is_better=True,
         )
-        for i, name in enumerate(names):
-            _run("ip", "-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", "v0")
-            _run("ip", "-n", name, "link", "set", "v0", "up")
-            _run(
-                "tc",
-                "-n",
-                name,
-                "qdisc",
-                "add",
-                "dev",
-                "v0",
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "256kb",
-                "latency",
-                "20ms",
-            )
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        of_floor = spent_s[floor] / spent_s[way] if floor == "plain" else None
+        gloo_s = (spent_s["gloo"], GLOO)
+        yield row(case, whole, "s/GB", spent_s[way], gloo_s, of_floor=of_floor)
+        yield row(
+            *(case + UNSUMMED, "one way", "GB/s", rate[bare], (rate[way], "with checksums")),
+            of_floor=rate[bare] / rate[floor],
+            more_is_better=True,
+        )
+        summed_s = (spent_s[way], "with checksums")
+        yield row(case + UNSUMMED, whole, "s/GB", spent_s[bare], summed_s)
 
 
-def _shaped(rate: str, bytes_per_s: float, goal: float, quick: bool) -> list[Row]:
+def _transfer(two: _Pair, way: str, chunks: int, home: str) -> list[tuple[float, float, float]]:
+    """Transfer chunks from the first process to the second, and return what each measures."""
+    if way == "copy":
+        return two.ask(("copy_transfer", chunks, 0), None)
+    if way not in WAYS:
+        if way == "plain":
+            (address,) = two.ask(None, ("listen_plain",))
+            two.ask(("connect_plain", address), None)
+        return two.ask((f"{way}_transfer", chunks, 0), (f"{way}_transfer", 0, chunks))
+    where = f"{home}/shm" if way.startswith("shm") else "127.0.0.1"
+    return _over_link(two, way, where, (chunks, 0))
+
+
+def _over_link(
+    two: _Pair, way: str, where: str, *transfers: tuple[int, int]
+) -> list[tuple[float, float, float]]:
+    """Connect the processes by a link, make the transfers (chunks sent by the first process, by the
+    second), and return what each process measures in the last one.
+    """
+    (address,) = two.ask(None, ("listen", way, where))
+    two.ask(("connect", way, address, 1), None)
+    for there, back in transfers:
+        measured = two.ask(("transfer", there, back), ("transfer", back, there))
+    two.ask(("close",), None)
+    two.ask(None, ("close",))
+    return measured
+
+
+def _shaped(rate: str, bytes_per_s: float, goal: float, quick: bool) -> Iterator[Row]:
     chunks = max(4, int(bytes_per_s * (0.5 if quick else 6) / CHUNK))
-    found = []
-    with _emulated(rate) as names:
-        two = _Pair(*names)
-        try:
+    nics = {name: [LabNic(bytes_per_s)] for name in ("a", "b")}
+    with tempfile.TemporaryDirectory(prefix="roadtrain-link-") as home, Network(nics) as network:
+        hosts = [network.hosts[name] for name in nics]
+        found = []
+        with _pair(Path(home), hosts) as two:
             for _ in range(1 if quick else 3):
-                (address,) = two.ask(None, ("listen", "tcp", "10.99.0.2"))
-                two.ask(("connect", "tcp", address, 1), None)
-                two.ask(("transfer", 2, 2), ("transfer", 2, 2))
-                a, b = two.ask(("transfer", chunks, chunks), ("transfer", chunks, chunks))
+                transfers = ((2, 2), (chunks, chunks))
+                a, b = _over_link(two, "tcp", hosts[1].address, *transfers)
                 found.append((min(a[1], b[1]), (a[2] + b[2]) / (2 * chunks * CHUNK / 1e9)))
-                two.ask(("close",), None)
-                two.ask(None, ("close",))
-        finally:
-            two.close()
     slower, cpu = (median(values) for values in zip(*found))
-    case, share = f"pull and push at once, {rate} each way, one connection", slower / bytes_per_s
-    return [
-        Row(
-            case,
-            "the slower direction",
-            "MB/s",
-            slower / 1e6,
-            peer=bytes_per_s / 1e6,
-            peer_name="the link",
-            ratio=share,
-            of_floor=slower / (bytes_per_s * 1448 / 1514),
-            goal=f"ratio >= {goal:g}",
-            met=share >= goal,
-        ),
-        Row(case, "CPU of both sides", "s/GB", cpu),
-    ]
+    case, metric = f"pull and push at once, {rate} each way, one connection", "the slower direction"
+    yield row(
+        *(case, metric, "MB/s", slower / 1e6, (bytes_per_s / 1e6, "the link")),
+        goal=f"ratio >= {goal:g}",
+        of_floor=slower / (bytes_per_s * CARRIED),
+        more_is_better=True,
+    )
+    yield Row(case, "CPU of both sides", "s/GB", cpu)
 
 
 def run(quick: bool = False) -> Report:
-    rows = _loopback(1, quick) + _loopback(WINDOW, quick)
-    if _can_make_namespaces():
+    rows = [*_loopback(1, quick), *_loopback(WINDOW, quick)]
+    if (why := network_available()) is None:
         for rate, (bytes_per_s, goal) in RATES.items():
             rows += _shaped(rate, bytes_per_s, goal, quick)
     else:
-        print(
-            "no network namespaces here (needs root, ip and tc); the emulated links are"
-            " not measured"
-        )
+        print(f"the emulated links are not measured: {why}")
     return Report("link", rows)
-
-
-def _can_make_namespaces() -> bool:
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        return False
-    name = f"roadtrain-link-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    return (
-        made
-        and subprocess.run(["ip", "netns", "delete", name], capture_output=True).returncode == 0
-    )

@@ -9,8 +9,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
+from benchmarks.common.lab import Measured, step_seconds
+from benchmarks.common.lab_worker import WARM_UP, WorkerSpec
 from benchmarks.placement import delayed
 from benchmarks.servers import scaling, workers
+from roadtrain.lab import Traffic
 from roadtrain.servers.protocol.prefetch import Prefetcher
 
 
@@ -50,28 +53,19 @@ def test_the_prefetcher_pulls_kept_bytes_once(slots: int, kept: int) -> None:
     assert pulled - before == scaling.floor_bytes(1000, kept, 0, 1)
 
 
-def test_the_time_of_a_step_is_the_mean_of_the_slowest_worker_after_warm_up() -> None:
-    late = {"seconds": [9.0] * scaling.WARM_UP + [1.0, 3.0]}
-    assert scaling.seconds_of([{"seconds": [9.0] * scaling.WARM_UP + [1.0, 1.0]}, late]) == 2.0
-
-
-def _result(**changes: Any) -> dict[str, Any]:
-    return {
-        "parameters": 6_000_000,
-        "blocks": 4,
-        "kept_blocks": 4,
-        "block_bytes": 2_000_000,
-        "cpu": 0.1,
-        "seconds": [1.0] * 4,
-        "received": [12_000_000] * 4,
-        "sent": [12_000_000] * 4,
-    } | changes
+def test_a_step_ends_with_its_slowest_worker_and_the_first_steps_do_not_count() -> None:
+    early = {"ends": [0.0] * WARM_UP + [10.0, 11.0, 12.0]}
+    late = {"ends": [5.0] * WARM_UP + [9.0, 11.0, 14.0]}
+    assert step_seconds([early, late]) == [1.0, 3.0]
 
 
 def test_the_goal_of_scaling_is_a_tenth_above_the_floor() -> None:
-    floor = 12e6 / (scaling.RATE * scaling.CARRIED)
+    spec = WorkerSpec("ours", 5, "bf16", layers=4, width=64, inner=128, staleness=1, budget="")
+    floor = spec.nbytes / (scaling.RATE * scaling.CARRIED)
+    frames = {"w0": Traffic(spec.nbytes, spec.nbytes)}
     for factor, met in ((1.09, True), (1.11, False)):
-        row = scaling.compare(1, 1, "", [_result(seconds=[factor * floor] * 4)], None)[0]
+        run = Measured([factor * floor] * 4, [{"kept_blocks": 4}], frames, 0.5, {"worker": 0.1})
+        row, *_ = scaling.compare(spec, 1, run, None)
         assert row.met is met and row.peer is None and row.of_floor == pytest.approx(1 / factor)
 
 

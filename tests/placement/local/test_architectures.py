@@ -1,5 +1,5 @@
-"""Models of transformers as they are: a tiny one of each kind trains placed on files as it does
-plainly."""
+"""Unchanged models of transformers: a tiny model of each kind trains on files as it does in plain
+torch."""
 
 from __future__ import annotations
 
@@ -193,19 +193,22 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_trains_as_plainly(kind, tmp_path):
+def test_a_model_placed_on_files_trains_as_in_plain_torch(kind, tmp_path):
     cls, config, batch = CASES[kind]
-    sides = []
+    results = []
     for store in (None, tmp_path):
-        made, auto = transformers.AutoConfig.for_model(kind, **config), getattr(transformers, cls)
+        settings, auto = (
+            transformers.AutoConfig.for_model(kind, **config),
+            getattr(transformers, cls),
+        )
         torch.manual_seed(0)
-        model = (auto.from_config(made) if cls.startswith("Auto") else auto(made)).train()
+        model = (auto.from_config(settings) if cls.startswith("Auto") else auto(settings)).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if store is not None:
             optimizer = roadtrain.place(
                 model, optimizer, store=store, host_budget="200MiB", report=lambda _: None
             )
-            # which runs one layer again and again
+            # albert runs a single layer repeatedly
             assert len(optimizer.table.blocks) > 1 or kind == "albert"
         losses = []
         for step in range(3):
@@ -218,6 +221,6 @@ def test_trains_as_plainly(kind, tmp_path):
             losses.append(loss.item())
         if store is not None:
             optimizer.close()
-        sides.append(losses)
-    assert sides[0][0] == sides[1][0]  # Rule 1
-    torch.testing.assert_close(sides[1], sides[0], rtol=0, atol=1e-5)
+        results.append(losses)
+    assert results[0][0] == results[1][0]  # Rule 1
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)

@@ -1,6 +1,5 @@
-"""Staleness 1: a step computes with the parameters from before the last step's update, as the plain
-loop here does.
-Above that: with whatever there is."""
+"""With staleness 1 a step computes with the parameters from before the last step's update, like the
+plain loop in this file. With a higher staleness it uses the newest parameters available."""
 
 import os
 import signal
@@ -23,7 +22,7 @@ from tests.support.processes import HostProcess, Workers
 
 
 class Branchy(nn.Module):
-    """Its middle layer is used in some steps only."""
+    """A model whose second layer is used in some steps only."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +48,7 @@ def batch(step):
 
 
 def plain():
-    """Two copies of the model: gradients are taken at what the other was one update ago."""
+    """Train with two copies: gradients are computed on a copy that is one update behind."""
     torch.manual_seed(0)
     now, torch_rng = Branchy(), torch.get_rng_state()
     torch.set_rng_state(torch_rng)
@@ -71,7 +70,7 @@ def plain():
 
 
 def placed(stops, dtype=torch.float32, **options):
-    losses, found = [], {}
+    losses, values = [], {}
     for stop in stops:
         torch.manual_seed(0)
         model = Branchy()
@@ -92,15 +91,15 @@ def placed(stops, dtype=torch.float32, **options):
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-            found = {
+            values = {
                 spec.name: torch.from_numpy(optimizer.read(spec.name).copy())
                 for spec in optimizer.params
             }
-            found["first.weight:step"], found["layers.1.0.weight:step"] = (
+            values["first.weight:step"], values["layers.1.0.weight:step"] = (
                 torch.from_numpy(optimizer.read(name, "step"))
                 for name in ("first.weight", "layers.1.0.weight")
             )
-    return losses, found
+    return losses, values
 
 
 @pytest.mark.parametrize("promise", [None, 1])
@@ -117,19 +116,19 @@ def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
     ):
         home = tmp_path / str(len(stops))
         seen = placed(stops, backwards_per_step=promise, store=[home / "a", home / "b"], **options)
-        assert seen[0] == ram[0], stops  # Rules 1 and 3: at every step it stopped at, the same bits
+        assert seen[0] == ram[0], stops  # Rules 1 and 3: the same bits after stops at any step
         assert all(torch.equal(seen[1][name], ram[1][name]) for name in weights)
 
 
-def test_a_device_that_writes_late(tmp_path, monkeypatch):
-    """Both versions are asked for while the record still waits to be written, also where only
-    its copy is in memory."""
+def test_a_device_that_writes_late_changes_no_bit(tmp_path, monkeypatch):
+    """Both versions are requested while the record still waits to be written, also if only its copy
+    is in memory."""
     ram = placed([5], backwards_per_step=1, dtype=torch.bfloat16)
     write = FileTier.write
     monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.03), write(*a))[1])
     for i, kept in enumerate(("resident", "weights_resident", "nothing")):
 
-        def only(*args, kept=kept):
+        def derive_resident(*args, kept=kept):
             budgets = derive(*args)
             every = frozenset(range(len(args[0].chunks)))
             records = replace(
@@ -139,15 +138,15 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
             )
             return replace(budgets, records=records)
 
-        monkeypatch.setattr(session_plan, "derive", only)
+        monkeypatch.setattr(session_plan, "derive", derive_resident)
         seen = placed([5], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
         assert seen[0] == ram[0], kept
         assert all(torch.equal(seen[1][name], p) for name, p in ram[1].items())
 
 
 @pytest.mark.parametrize("where", [None, "a"])
-def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
-    """The weights part of a record is one update behind; nobody outside sees that."""
+def test_reads_and_exports_return_the_newest_values(where, tmp_path):
+    """The weights part of a record is one update behind, which no caller sees."""
     model = Branchy()
     optimizer = roadtrain.place(
         model,
@@ -165,13 +164,13 @@ def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
             optimizer.zero_grad()
         for spec in optimizer.params:
             master = torch.from_numpy(optimizer.read(spec.name).copy())
-            public = torch.from_numpy(
+            exported = torch.from_numpy(
                 optimizer.read(spec.name, "weights").copy().view("int16")
             ).view(torch.bfloat16)
-            assert torch.equal(master.bfloat16(), public), spec.name
+            assert torch.equal(master.bfloat16(), exported), spec.name
 
 
-def test_what_it_does_not_do_is_said(tmp_path):
+def test_unsupported_combinations_with_staleness_are_refused(tmp_path):
     placed([2], store=tmp_path / "a")
     model = Branchy()
     with pytest.raises(
@@ -210,11 +209,11 @@ def test_what_it_does_not_do_is_said(tmp_path):
             delay=Delay(1),
             compress=TopK(0.05, error_feedback=True),
         )
-    assert len(placed([3], store=tmp_path / "a")[0]) == 1  # nothing of it was lost
+    assert len(placed([3], store=tmp_path / "a")[0]) == 1  # the store lost nothing
 
 
 class Wide(nn.Module):
-    """Many chunks, little to compute."""
+    """A model with many chunks and little computation."""
 
     def __init__(self):
         super().__init__()
@@ -253,9 +252,9 @@ def wide(steps, **options):
     return out
 
 
-def test_a_server_slower_than_all_else(tmp_path):
-    """Its buffers fill with gradients of the next step while this one waits for a commit, of
-    which the worker tells behind them: they are put away. Rules 1 and 5."""
+def test_a_slow_server_spills_gradients_of_the_next_step(tmp_path):
+    """Rules 1 and 5. The server's buffers fill with gradients of the next step while the current step
+    waits for a commit message that the worker sends after them, so they are spilled."""
     expected = wide(3, delay=Delay(1))
     hosts = [
         HostProcess(tmp_path / "a", snapshot=tmp_path / "a", fault=("slow", 0.03)),
@@ -280,17 +279,19 @@ def test_a_server_slower_than_all_else(tmp_path):
     ("staleness", "least", "most"),
     [(0, 0, 1), pytest.param(1, 0, 2, marks=pytest.mark.exhaustive), (4, 3, 5), ("none", 12, 17)],
 )
-def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
+def test_staleness_limits_how_far_a_worker_gets_ahead_of_a_stopped_worker(
+    staleness, least, most, tmp_path
+):
     host = HostProcess(tmp_path / "host")
     case, steps, changes = Case(eager=True, staleness=staleness), 28, {1: "stand still"}
     workers = Workers(case, [host.where], tmp_path, steps, 2, norms=False, changes=changes)
     try:
-        still = psutil.Process(workers.processes[1].pid)
-        wait_until(lambda: still.status() == psutil.STATUS_STOPPED)
-        stood = done(workers.logs[1])
-        wait_until(lambda: done(workers.logs[0]) >= stood + least)
+        stopped = psutil.Process(workers.processes[1].pid)
+        wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
+        stopped_at = done(workers.logs[1])
+        wait_until(lambda: done(workers.logs[0]) >= stopped_at + least)
         time.sleep(1.0)
-        ahead = done(workers.logs[0]) - stood
+        ahead = done(workers.logs[0]) - stopped_at
         assert least <= ahead <= most + 1
         os.kill(workers.processes[1].pid, signal.SIGCONT)
         assert workers.join() == [0, 0], workers.errors()
@@ -302,33 +303,36 @@ def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, 
 
 
 def done(log):
-    """Steps that were written down."""
+    """Return the number of steps in a log."""
     return sum(line[0].isdigit() for line in log.read_text().splitlines()) if log.exists() else 0
 
 
-def wait_until(true, deadline_s=60):
+def wait_until(condition, deadline_s=60):
     begin = time.monotonic()
-    while not true():
+    while not condition():
         assert time.monotonic() - begin < deadline_s
         time.sleep(0.05)
 
 
-def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
+def test_with_higher_staleness_each_update_is_applied_once(tmp_path):
     for steps in (3, None):
-        seen, found = placed([4, 8], store=tmp_path / str(steps), delay=Delay(steps))
-        assert len(seen) == 8 and all(torch.isfinite(w).all() for w in found.values())
-        assert (found["first.weight:step"], found["layers.1.0.weight:step"]) == (8, 8 - sum(SKIPS))
+        seen, values = placed([4, 8], store=tmp_path / str(steps), delay=Delay(steps))
+        assert len(seen) == 8 and all(torch.isfinite(w).all() for w in values.values())
+        assert (values["first.weight:step"], values["layers.1.0.weight:step"]) == (
+            8,
+            8 - sum(SKIPS),
+        )
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         pytest.param({"relay": "256MiB", "local": 2}, marks=pytest.mark.exhaustive, id="relay"),
         pytest.param({"replicas": 2}, id="replicas"),
         pytest.param({"compress": TopK(0.1)}, id="compress"),
     ],
 )
-def test_it_goes_with_all_else(how, tmp_path):
+def test_staleness_works_with_relays_replicas_and_compression(options, tmp_path):
     hosts = [HostProcess(tmp_path / name) for name in "ab"]
     try:
         workers = Workers(
@@ -338,7 +342,7 @@ def test_it_goes_with_all_else(how, tmp_path):
             8,
             2,
             norms=False,
-            **how,
+            **options,
         )
         assert workers.join() == [0, 0], workers.errors()
         assert [done(log) for log in workers.logs] == [8, 8]

@@ -1,4 +1,4 @@
-"""Peak memory does not follow the number of blocks."""
+"""Peak memory does not depend on the number of blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.placement import depth
 
 
 @pytest.mark.exhaustive
-def test_peak_memory_of_four_times_the_blocks(
+def test_peak_memory_does_not_grow_with_the_number_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 4. The blocks added weigh 38 MB in parameters alone, and left to itself glibc's heap
-    would grow by more."""
+    """Rule 4. The added blocks have 38 MB of parameters, and glibc's heap would grow by more than that
+    without limits."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     few, many = depth.measure((4, 16), 256, "96MiB", depth.REPS)

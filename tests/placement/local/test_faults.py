@@ -1,6 +1,6 @@
-"""What goes wrong around a training loop: each a typed error that says what and where, and the
-last committed step stays usable (Rules 3 to 5). And what a loop may do between steps without
-changing any number."""
+"""Faults around a training loop: each raises a typed error that names the problem and its place, and
+the last committed step stays usable (Rules 3 to 5). Also calls between steps that change no
+number."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL = {"host_budget": "60MiB", "chunk_elements": 1 << 16}
 
 
 def train(store, until, case=PLAIN, **options):
-    """Losses of the steps up to `until`, going on from what is in `store`."""
+    """Return losses of the steps up to `until`, resumed from `store`."""
     model, placed, scaler = place(case, store, **{**SMALL, **options})
     with placed:
         return run(case, model, placed, scaler, placed.steps_done, until)
@@ -53,8 +53,8 @@ def reference(until, case=PLAIN):
 
 
 @pytest.fixture
-def nothing_kept(monkeypatch):
-    """Every read and write goes to the files, though a model this small would fit."""
+def nothing_resident(monkeypatch):
+    """Keep no record in memory, so that every read and write goes to the files."""
     real = session_plan.derive
 
     def derive(*args):
@@ -80,18 +80,18 @@ def flip(path, offset):
 # bytes at rest
 
 
-def test_a_flipped_bit_is_found_and_named(tmp_path):
+def test_a_flipped_bit_is_detected_and_its_chunk_named(tmp_path):
     train(tmp_path / "s", 2)
-    for path in slot_files(tmp_path / "s"):  # whichever of the two holds the committed bytes
+    for path in slot_files(tmp_path / "s"):  # either of the two slots may hold the committed bytes
         flip(path, 4096 + 17)
     with pytest.raises(DamagedError, match=r"slot\d\.bin: chunk \d+.*written at step 2.*checksum"):
         train(tmp_path / "s", 4)
     for path in slot_files(tmp_path / "s"):
         flip(path, 4096 + 17)
-    assert train(tmp_path / "s", 4) == reference(4)[2:], "mended, it goes on"
+    assert train(tmp_path / "s", 4) == reference(4)[2:], "the repaired store does not resume"
 
 
-def test_a_flipped_bit_under_a_running_step(tmp_path, nothing_kept):
+def test_a_flipped_bit_is_detected_during_a_step(tmp_path, nothing_resident):
     case = Case()
     model, placed, scaler = place(case, tmp_path / "s", **SMALL)
     losses = run(case, model, placed, scaler, 0, 2)
@@ -110,7 +110,7 @@ def test_a_flipped_bit_under_a_running_step(tmp_path, nothing_kept):
 
 
 @pytest.mark.parametrize("left", [0, 4096, 100_000])
-def test_a_truncated_file(tmp_path, left):
+def test_a_truncated_file_is_named(tmp_path, left):
     train(tmp_path / "s", 1)
     for path in slot_files(tmp_path / "s"):
         os.truncate(path, left)
@@ -118,27 +118,27 @@ def test_a_truncated_file(tmp_path, left):
         train(tmp_path / "s", 2)
 
 
-def test_a_torn_ledger_goes_back_one_step(tmp_path):
+def test_a_store_with_a_torn_ledger_goes_back_one_step(tmp_path):
     train(tmp_path / "s", 3)
     newest = max(tmp_path.glob("s/gen-*/ledger.*"), key=lambda p: p.stat().st_mtime_ns)
     flip(newest, 70)
-    said = []
-    model, placed, scaler = place_reporting(tmp_path / "s", said)
+    lines = []
+    model, placed, scaler = place_reporting(tmp_path / "s", lines)
     with placed:
-        assert placed.steps_done == 2 and any("torn record" in line for line in said)
+        assert placed.steps_done == 2 and any("torn record" in line for line in lines)
         assert run(PLAIN, model, placed, scaler, 2, 4) == reference(4)[2:]
 
 
-def place_reporting(store, said):
+def place_reporting(store, lines):
     model, optimizer = build(PLAIN)
     placed = roadtrain.place(
-        model, optimizer, store=store, deadline_s=30, report=said.append, **SMALL
+        model, optimizer, store=store, deadline_s=30, report=lines.append, **SMALL
     )
     return model, placed, new_scaler(PLAIN)
 
 
 @pytest.mark.parametrize("other", ["depth", "width", "frozen", "error feedback"])
-def test_the_store_of_another_model(tmp_path, other):
+def test_the_store_of_another_model_is_refused(tmp_path, other):
     train(tmp_path / "s", 1)
     model = (
         Net(depth=4)
@@ -167,7 +167,7 @@ def test_the_store_of_another_model(tmp_path, other):
 @pytest.mark.parametrize(
     "make", [torch.optim.Adagrad, lambda p: torch.optim.AdamW(p, amsgrad=True)]
 )
-def test_the_store_of_another_optimizer(tmp_path, make):
+def test_the_store_of_another_optimizer_is_refused(tmp_path, make):
     train(tmp_path / "s", 1)
     model = Net()
     with pytest.raises(ForeignError, match=r"holds state of \['adamw'\]"):
@@ -175,21 +175,22 @@ def test_the_store_of_another_optimizer(tmp_path, make):
     assert train(tmp_path / "s", 2) == reference(2)[1:]
 
 
-def test_a_vanished_directory_at_the_start(tmp_path):
+def test_a_missing_directory_is_named_at_the_start(tmp_path):
     dirs = [tmp_path / d for d in "abc"]
     train(dirs, 2)
-    for gone in (1, 0):
-        (tmp_path / "abc"[gone]).rename(tmp_path / "away")
+    for missing in (1, 0):
+        (tmp_path / "abc"[missing]).rename(tmp_path / "away")
         with pytest.raises(
-            GoneError, match=f"{tmp_path / 'abc'[gone]}|the first directory of this store is not in"
+            GoneError,
+            match=f"{tmp_path / 'abc'[missing]}|the first directory of this store is not in",
         ):
             train(dirs, 3)
-        shutil.rmtree(tmp_path / "abc"[gone], ignore_errors=True)
-        (tmp_path / "away").rename(tmp_path / "abc"[gone])
+        shutil.rmtree(tmp_path / "abc"[missing], ignore_errors=True)
+        (tmp_path / "away").rename(tmp_path / "abc"[missing])
     assert train(dirs, 4) == reference(4)[2:]
 
 
-def test_a_vanished_directory_under_a_running_step(tmp_path):
+def test_a_directory_that_vanishes_during_a_step_is_named(tmp_path):
     model, placed, scaler = place(PLAIN, tmp_path / "s", **SMALL)
     run(PLAIN, model, placed, scaler, 0, 2)
     placed.flush()
@@ -205,7 +206,7 @@ def test_a_vanished_directory_under_a_running_step(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own, with room that a test can take away."""
+    """A separate file system whose free space a test can use up."""
     if os.geteuid() != 0:
         pytest.skip("not root")
     where = tmp_path / "disk"
@@ -218,7 +219,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", where], check=True)
 
 
-def test_no_room_for_the_store(small_disk):
+def test_a_store_without_room_is_refused(small_disk):
     ballast(small_disk, 256 << 10)
     with pytest.raises(FullError, match=rf"{small_disk}.*needs [\d.]+ \w+.*[\d.]+ \w+ are free"):
         train(small_disk / "s", 1)
@@ -232,10 +233,10 @@ def test_no_room_for_the_store(small_disk):
         (Case(clip=0.5, accumulate=2), r"spill\.bin: allocating"),
         (Case(eager=True), r"ledger\.\d: writing the record of step \d+"),
     ],
-    ids=["gradients that wait", "the commit record"],
+    ids=["spilled gradients", "the commit record"],
 )
-def test_the_disk_fills_while_training(small_disk, case, what):
-    """Slots are allocated when the store is made; waiting gradients and the job's own state may
+def test_a_disk_that_fills_during_training_loses_no_step(small_disk, case, what):
+    """Slots are allocated when the store is created; spilled gradients and the job's own state may
     still need room."""
     extra = Growing()
     losses = train_with(extra, small_disk / "s", 2, case)
@@ -250,15 +251,15 @@ def test_the_disk_fills_while_training(small_disk, case, what):
     (small_disk / "ballast").unlink()
     extra.nbytes = 0
     model, placed, scaler = place_with(extra, small_disk / "s", case)
-    again, extra.nbytes = placed.steps_done, 0
-    assert again == begin == 2, "the step that failed does not count"
+    resumed_at, extra.nbytes = placed.steps_done, 0
+    assert resumed_at == begin == 2, "the failed step was counted"
     with placed:
-        losses += run(case, model, placed, scaler, again, 4)
+        losses += run(case, model, placed, scaler, resumed_at, 4)
     assert losses == reference(4, case)
 
 
 class Growing:
-    """Something of the user's that is committed with each step, of any size."""
+    """A user's object of any size whose state is committed with each step."""
 
     nbytes = 0
 
@@ -299,7 +300,7 @@ def ballast(directory, leave):
 
 
 @pytest.mark.alone
-def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
+def test_a_wait_for_a_hanging_device_ends_at_the_deadline(tmp_path, nothing_resident):  # Rule 5
     case = Case()
     train(tmp_path / "s", 1, case)
     before = set(threading.enumerate())
@@ -316,10 +317,10 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
         match=r"(?s)waited 3 s for .*'(layers\.\d|root)'.*in step \d.*server 0 \(.*/s\)",
     ):
         run(case, model, placed, new_scaler(case), 1, 9)
-    again = time.monotonic()
+    second_wait = time.monotonic()
     with pytest.raises(DeadlineError, match=r"waited 3 s for .*'(layers\.\d|root)'"):
         placed.flush()
-    assert time.monotonic() - again < 2, "what hung once is not waited for again"
+    assert time.monotonic() - second_wait < 2, "the second wait took as long as the first"
     with pytest.raises(DeadlineError, match=r"waited 3 s for threads to end: server 0 .* io\d"):
         placed.close()
     assert time.monotonic() - begin < 20
@@ -333,7 +334,7 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-def test_a_forgotten_zero_grad(tmp_path, store):
+def test_a_forgotten_zero_grad_is_refused(tmp_path, store):
     case = Case()
     model, placed, _ = place(case, tmp_path / "s" if store else None, host_budget="128MiB")
     x = torch.randint(0, VOCAB, (4, 16))
@@ -345,8 +346,8 @@ def test_a_forgotten_zero_grad(tmp_path, store):
 
 
 def test_a_forgotten_zero_grad_on_the_root_adds_up_as_in_plain_torch():
-    """The root's gradients are ordinary tensors: in a model of the root alone torch's own rule
-    holds."""
+    """The gradients of the root block are ordinary tensors, so torch's own rule holds for a model that
+    has no other block."""
     sides = []
     for placed in (False, True):
         torch.manual_seed(0)
@@ -365,14 +366,14 @@ def test_a_forgotten_zero_grad_on_the_root_adds_up_as_in_plain_torch():
     torch.testing.assert_close(*sides)
 
 
-def test_a_broken_promise_loses_nothing(tmp_path):
+def test_a_second_backward_pass_after_a_promise_of_one_is_refused(tmp_path):
     case = Case(eager=True)
     losses = train(tmp_path / "s", 2, case)
     model, placed, _ = place(case, tmp_path / "s", **SMALL)
     torch.manual_seed(1)
     x = torch.randint(0, VOCAB, (4, 16))
     model(x).sum().backward()
-    # accumulates where one backward pass was promised
+    # accumulates although a single backward pass was promised
     with pytest.raises(LoopError, match="backwards_per_step=N"):
         model(x).sum().backward()
     placed.close()
@@ -380,7 +381,7 @@ def test_a_broken_promise_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["clip", "lr"])
-def test_a_promise_broken_at_the_step(tmp_path, what):
+def test_a_change_to_clipping_or_rates_after_an_eager_update_is_refused(tmp_path, what):
     case = Case(eager=True)
     losses = train(tmp_path / "s", 2, case)
     model, placed, _ = place(case, tmp_path / "s", **SMALL)
@@ -395,7 +396,7 @@ def test_a_promise_broken_at_the_step(tmp_path, what):
     assert losses + train(tmp_path / "s", 4, case) == reference(4, case)
 
 
-def test_groups_are_fixed():
+def test_parameter_groups_cannot_be_added():
     model, placed, _ = place(Case(), None, host_budget="128MiB")
     with placed, pytest.raises(LoopError, match="groups cannot be added"):
         placed.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -406,29 +407,29 @@ def test_groups_are_fixed():
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-def test_a_budget_too_small_names_one_that_fits(tmp_path, store):
+def test_the_error_of_a_small_budget_names_a_sufficient_budget(tmp_path, store):
     case, where = Case(), tmp_path / "s" if store else None
     with pytest.raises(BudgetError, match=r"at least \d+ MiB .*the budget is 5\.0 MiB") as caught:
         place(case, where, host_budget="5MiB")
     assert not (tmp_path / "s").exists()
-    enough = str(caught.value).split("at least ")[1].split(" of ")[0]
-    model, placed, scaler = place(case, where, host_budget=enough)
+    sufficient = str(caught.value).split("at least ")[1].split(" of ")[0]
+    model, placed, scaler = place(case, where, host_budget=sufficient)
     with placed:
         assert run(case, model, placed, scaler, 0, 2) == reference(2, case)
-        assert placed.memory()["resident"] <= parse_bytes(enough)
+        assert placed.memory()["resident"] <= parse_bytes(sufficient)
 
 
-def test_names_that_are_not_there():
+def test_unknown_block_names_are_refused_with_a_suggestion():
     for pattern, hint in (("layer.*", "layers"), ("layers.7", r"layers\.")):
         model, optimizer = build(Case())
         with pytest.raises(
             ConfigError, match=rf"(?s){pattern.replace('*', '.')}.*did you mean `{hint}"
         ):
             roadtrain.place(model, optimizer, blocks=[pattern], **QUIET)
-    one_step(Case(), model, optimizer, new_scaler(Case()), 0)  # refused before anything was changed
+    one_step(Case(), model, optimizer, new_scaler(Case()), 0)  # the refusal changed nothing
 
 
-def test_parameters_of_another_model():
+def test_an_optimizer_of_another_model_is_refused():
     model, _ = build(Case())
     _, foreign = build(Case())
     with pytest.raises(
@@ -437,7 +438,7 @@ def test_parameters_of_another_model():
         roadtrain.place(model, foreign, **QUIET)
 
 
-def test_placed_twice(tmp_path):
+def test_a_model_cannot_be_placed_twice(tmp_path):
     model, placed, scaler = place(Case(), tmp_path / "s", host_budget="128MiB")
     with placed:
         with pytest.raises(ConfigError, match="already placed"):
@@ -447,7 +448,7 @@ def test_placed_twice(tmp_path):
                 model, torch.optim.AdamW(model.parameters()), host_budget="128MiB", **QUIET
             )
         losses = run(Case(), model, placed, scaler, 0, 2)
-    # nothing trains on the NaN that are left
+    # the remaining NaN values cannot be trained
     with pytest.raises(ConfigError, match="hold no values"):
         roadtrain.place(
             model, torch.optim.AdamW(model.parameters()), store=tmp_path / "new", **QUIET
@@ -458,8 +459,8 @@ def test_placed_twice(tmp_path):
         assert losses + run(Case(), model, placed, scaler, 2, 4) == reference(4, Case())
 
 
-def test_an_optimizer_that_has_trained():
-    """Its state would be lost: it is refused rather than begun anew in silence."""
+def test_an_optimizer_that_has_taken_steps_is_refused():
+    """Its state would be lost, so it is refused instead of silently reset."""
     model, optimizer = build(Case())
     one_step(Case(), model, optimizer, new_scaler(Case()), 0)
     with pytest.raises(ConfigError, match="has already taken steps: its state would be lost"):
@@ -468,7 +469,7 @@ def test_an_optimizer_that_has_trained():
     roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET).close()
 
 
-def test_more_directories_than_chunks(tmp_path):
+def test_a_store_may_have_more_directories_than_chunks(tmp_path):
     dirs = [tmp_path / str(i) for i in range(24)]
     few = {"host_budget": "3GiB", "chunk_elements": 1 << 20}
     losses = (
@@ -480,25 +481,25 @@ def test_more_directories_than_chunks(tmp_path):
     assert losses == reference(5)
 
 
-def test_bursts_are_tried_and_change_nothing(tmp_path, nothing_kept, monkeypatch):
-    said = []
+def test_bursts_are_tried_and_change_no_loss(tmp_path, nothing_resident, monkeypatch):
+    lines = []
     monkeypatch.setattr(Trial, "LEAST", 1)
-    losses = train(tmp_path, 8, report=said.append)
+    losses = train(tmp_path, 8, report=lines.append)
     assert losses == reference(8)
-    chosen = [line for line in said if "measured: mixed" in line]
+    chosen = [line for line in lines if "measured: mixed" in line]
     assert len(chosen) == 1 and "bursts" in chosen[0]
 
 
-def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
+def test_chunks_are_spread_by_rates_once(tmp_path):
     dirs = [tmp_path / "fast", tmp_path / "slow"]
     losses = train(Files(dirs, rates=[3, 1]), 2)
     sizes = [slot_files(d)[0].stat().st_size for d in dirs]
     assert 2.2 < sizes[0] / sizes[1] < 4
-    said = []
-    # a store that is there keeps its spread
-    losses += train(Files(dirs, rates="measured"), 4, report=said.append)
+    lines = []
+    # an existing store keeps its spread
+    losses += train(Files(dirs, rates="measured"), 4, report=lines.append)
     assert [slot_files(d)[0].stat().st_size for d in dirs] == sizes and not any(
-        "converted" in line for line in said
+        "converted" in printed for printed in lines
     )
     assert losses == reference(4)
     for wrong in ([1.0], [1.0, float("nan")], [1, -1], "fast"):
@@ -507,28 +508,28 @@ def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
 
 
 def test_rates_are_measured_for_a_new_store(tmp_path):
-    said = []
-    train(Files([tmp_path / "a", tmp_path / "b"], rates="measured"), 1, report=said.append)
-    assert any(line.startswith("measured: ") and "B/s" in line for line in said)
+    lines = []
+    train(Files([tmp_path / "a", tmp_path / "b"], rates="measured"), 1, report=lines.append)
+    assert any(line.startswith("measured: ") and "B/s" in line for line in lines)
     assert not list(tmp_path.glob("**/probe-*"))
 
 
-def test_parameters_in_no_group_are_said_to_stay_as_they_are(tmp_path):
-    said = []
+def test_parameters_in_no_group_are_reported(tmp_path):
+    lines = []
     model, _ = build(Case())
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     with roadtrain.place(
-        model, optimizer, store=tmp_path, host_budget="128MiB", report=said.append
+        model, optimizer, store=tmp_path, host_budget="128MiB", report=lines.append
     ):
         pass
     assert any(
         "3 parameters are in no parameter group (the first is 'embed.weight')" in line
-        for line in said
+        for line in lines
     )
 
 
 @pytest.mark.parametrize("when", ["before place", "after", "each block"])
-def test_a_compiled_model_trains_as_ever(when, recwarn):
+def test_a_compiled_model_trains_with_the_same_bits(when, recwarn):
     sides = []
     for compiled in (False, True):
         model, optimizer = build(Case())
@@ -546,7 +547,7 @@ def test_a_compiled_model_trains_as_ever(when, recwarn):
     assert not [w for w in recwarn if "recompile" in str(w.message)]
 
 
-def test_blocks_that_train_nothing(tmp_path):
+def test_frozen_blocks_do_not_depend_on_the_placement(tmp_path):
     sides = []
     for store in ("plain", None, tmp_path / "s"):
         model, _ = build(Case())
@@ -586,7 +587,7 @@ def scheduled(model, optimizer, scheduler, steps):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name):
+def test_a_scheduler_works_as_in_plain_torch(name):
     model, optimizer = build(Case())
     plain = scheduled(model, optimizer, SCHEDULERS[name](optimizer), 6)
     for early in (False, True):
@@ -598,9 +599,7 @@ def test_schedulers(name):
         np.testing.assert_allclose(losses, plain[0], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "early", [False, True], ids=["built on the placed one", "built before place"]
-)
+@pytest.mark.parametrize("early", [False, True], ids=["built after place", "built before place"])
 def test_a_scheduler_resumes(tmp_path, early):
     def part(store, steps):
         model, optimizer = build(Case())
@@ -627,7 +626,7 @@ def test_a_scheduler_resumes(tmp_path, early):
 
 
 class Later:
-    """Stands for a scheduler that can only be made once the optimizer is placed."""
+    """A stand-in for a scheduler that can only be created after the optimizer is placed."""
 
     saved = scheduler = None
 
@@ -648,7 +647,7 @@ class Later:
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_state_dict_is_torchs(amsgrad, tmp_path):
+def test_state_dict_equals_that_of_torch(amsgrad, tmp_path):
     case, states = Case(), []
     for where in ("plain", None, tmp_path / "s"):
         torch.manual_seed(0)
@@ -664,20 +663,20 @@ def test_state_dict_is_torchs(amsgrad, tmp_path):
             optimizer.close()
     plain, ram, files = states
     assert ram["state"].keys() == plain["state"].keys()
-    for mine in (ram, files):
-        assert mine["param_groups"] == plain["param_groups"]
+    for placed_state in (ram, files):
+        assert placed_state["param_groups"] == plain["param_groups"]
         for number, entries in plain["state"].items():
-            assert mine["state"][number].keys() == entries.keys()
+            assert placed_state["state"][number].keys() == entries.keys()
             for key, value in entries.items():
-                held = mine["state"][number][key]
-                assert held.shape == value.shape and held.dtype == value.dtype
-                torch.testing.assert_close(held, value, rtol=1e-4, atol=1e-6)
+                found = placed_state["state"][number][key]
+                assert found.shape == value.shape and found.dtype == value.dtype
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
     fresh = Net()
     torch.optim.AdamW(fresh.parameters(), amsgrad=amsgrad).load_state_dict(ram)
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-def test_close_leaves_no_thread_and_gives_the_model_back(tmp_path, store):
+def test_close_leaves_no_thread_and_no_stale_parameters(tmp_path, store):
     before = set(threading.enumerate())
     model, placed, scaler = place(Case(), tmp_path / "s" if store else None, host_budget="128MiB")
     run(Case(), model, placed, scaler, 0, 2)
@@ -701,7 +700,7 @@ def test_close_leaves_no_thread_and_gives_the_model_back(tmp_path, store):
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-def test_eval_between_steps_changes_nothing(tmp_path, store):
+def test_evaluation_between_steps_changes_no_loss(tmp_path, store):
     case = Case(clip=0.5, accumulate=2)
     x = torch.arange(12).view(2, 6)
     plain_model, plain_optimizer = build(case)
@@ -732,7 +731,7 @@ def test_eval_between_steps_changes_nothing(tmp_path, store):
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-def test_a_gpt2_generates_between_steps(tmp_path, store):
+def test_generation_between_steps_changes_no_loss(tmp_path, store):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=40,
@@ -777,10 +776,10 @@ def test_a_gpt2_generates_between_steps(tmp_path, store):
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.AdamW])
-def test_an_optimizer_without_a_compiled_rule_is_said(make):  # Rule 6
-    said, model = [], nn.Linear(3, 2)
-    with roadtrain.place(model, make(model.parameters()), report=said.append):
-        lines = [line for line in said if "no compiled rule" in line]
+def test_an_optimizer_without_a_compiled_rule_is_reported(make):  # Rule 6
+    printed, model = [], nn.Linear(3, 2)
+    with roadtrain.place(model, make(model.parameters()), report=printed.append):
+        lines = [line for line in printed if "no compiled rule" in line]
     if make is torch.optim.NAdam:
         (line,) = lines
         assert "NAdam" in line and "speed class is generic" in line and "/s" in line
@@ -789,8 +788,8 @@ def test_an_optimizer_without_a_compiled_rule_is_said(make):  # Rule 6
 
 
 @pytest.mark.parametrize("kind", [LostError, WireError])
-def test_a_link_that_ends_is_told_with_the_step_and_what_was_waited_for(kind):
-    """Rule 5, also where bytes arrived that are not those that were sent."""
+def test_the_error_of_a_lost_link_names_the_step_and_the_wait(kind):
+    """Rule 5. This includes bytes that were corrupted on the way."""
     model, placed, scaler = place(PLAIN, None)
     with (
         pytest.raises(kind, match=r"^step 2, waiting for .*: server 0 \(there\): it broke$"),
@@ -801,7 +800,7 @@ def test_a_link_that_ends_is_told_with_the_step_and_what_was_waited_for(kind):
         run(PLAIN, model, placed, scaler, 1, 2)
 
 
-def test_a_link_that_takes_nothing_more_is_told_with_the_step(monkeypatch):
+def test_the_error_of_a_link_that_accepts_no_message_names_the_step(monkeypatch):
     model, placed, scaler = place(PLAIN, None)
     link = placed.session.worker.links[0]
 

@@ -1,5 +1,5 @@
-"""What the out-of-core benchmark compares: one model, seed and data, and the same losses when
-ours trains it."""
+"""The out-of-core benchmark compares the same model, seed and data, and roadtrain trains it with the
+losses of plain training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_model_has_420_million_parameters() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_batches_follow_the_step_number_alone() -> None:
+def test_batches_depend_on_the_step_number_only() -> None:
     x = model420.batch(7, 2, 16)
     assert (
         x.shape == (2, 16)
@@ -34,7 +34,7 @@ def test_batches_follow_the_step_number_alone() -> None:
     assert torch.equal(x, model420.batch(7, 2, 16)) and not torch.equal(x, model420.batch(8, 2, 16))
 
 
-def test_a_wide_product_is_a_linear_layer_with_rounded_gradient() -> None:
+def test_a_wide_linear_layer_is_a_linear_layer_with_rounded_gradients() -> None:
     torch.manual_seed(1)
     plain = torch.nn.Linear(8, 4, bias=False)
     plain.weight.data = plain.weight.data.bfloat16().float()
@@ -57,7 +57,7 @@ def test_a_wide_product_is_a_linear_layer_with_rounded_gradient() -> None:
     )
 
 
-def test_ours_has_the_losses_of_plain_training(tmp_path: Path) -> None:
+def test_roadtrain_has_the_losses_of_plain_training(tmp_path: Path) -> None:
     plain = model420.plain_losses(6, 2, 32, "fp32", **SMALL)
     model = model420.build("fp32", **SMALL)
     optimizer = roadtrain.place(

@@ -1,4 +1,4 @@
-"""Every optimizer and every option set of torch's own optimizer database, placed in RAM against
+"""Every optimizer and option set of torch's own optimizer database, placed in RAM and compared with
 plain torch."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roadtrain.errors import RuleError
 
 STEPS = 5
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
-# they cannot run on flat slices: README, honest limits
+# they cannot run on flat slices (README, honest limits)
 REFUSED = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
 SPEED_ONLY = ("capturable", "differentiable", "foreach", "fused")
 
@@ -40,9 +40,9 @@ class Net(nn.Module):
 
 def database():
     for info in optim_db:
-        for given in info.optim_inputs_func(device="cpu"):
+        for inputs in info.optim_inputs_func(device="cpu"):
             yield pytest.param(
-                info.optim_cls, given.kwargs, id=f"{info.optim_cls.__name__}-{given.desc}"
+                info.optim_cls, inputs.kwargs, id=f"{info.optim_cls.__name__}-{inputs.desc}"
             )
 
 
@@ -71,14 +71,14 @@ def train(model, optimizer):
 
 
 @pytest.mark.parametrize(("cls", "kwargs"), database())
-def test_as_plain_torch(cls, kwargs):
+def test_a_placed_optimizer_trains_as_plain_torch(cls, kwargs):
     if cls.__name__ in REFUSED:
         model, optimizer = build(cls, kwargs)
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(RuleError, match=cls.__name__):
             roadtrain.place(model, optimizer, report=lambda _: None)
         assert all(torch.equal(before[n], t) for n, t in model.state_dict().items()), (
-            "refused, and yet changed"
+            "the refusal changed the model"
         )
         return
     plain, optimizer_of_plain = build(cls, {"foreach": False, **kwargs})
@@ -89,27 +89,27 @@ def test_as_plain_torch(cls, kwargs):
     with roadtrain.place(
         model, optimizer, host_budget="128MiB", deadline_s=30, report=lambda _: None
     ) as placed:
-        mine = train(model, placed)
+        placed_losses = train(model, placed)
         for name, p in plain.named_parameters():
             torch.testing.assert_close(
                 torch.from_numpy(placed.read(name)), p.detach(), **ROUNDING, msg=name
             )
             assert not torch.equal(begin[name], p), f"{name} did not train: nothing was compared"
         placed_state = placed.state_dict(gather=True)["state"]
-    theirs = optimizer_of_plain.state_dict()["state"]
-    assert {number for number, entries in placed_state.items() if entries} == theirs.keys()
-    for number, entries in theirs.items():
+    plain_state = optimizer_of_plain.state_dict()["state"]
+    assert {number for number, entries in placed_state.items() if entries} == plain_state.keys()
+    for number, entries in plain_state.items():
         for key, value in entries.items():
             if value is not None:
-                value, held = torch.as_tensor(value), torch.as_tensor(placed_state[number][key])
+                value, found = torch.as_tensor(value), torch.as_tensor(placed_state[number][key])
                 most = 2e-5 * max(1.0, value.abs().max().item())
-                torch.testing.assert_close(held, value, rtol=1e-5, atol=most, check_dtype=False)
-    torch.testing.assert_close(mine, losses, **ROUNDING)
+                torch.testing.assert_close(found, value, rtol=1e-5, atol=most, check_dtype=False)
+    torch.testing.assert_close(placed_losses, losses, **ROUNDING)
 
 
 @pytest.mark.parametrize("option", SPEED_ONLY)
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
-def test_options_of_speed_change_nothing(cls, option):
+def test_options_for_speed_change_no_loss(cls, option):
     kwargs = {"lr": 1e-2, option: True}
     try:
         build(cls, kwargs)

@@ -1,5 +1,5 @@
-"""Who reads or writes the parameters of a placed model themselves gets what is true, or a
-sentence (Rule 6)."""
+"""Direct access to the parameters of a placed model returns true values or raises an error (Rule
+6)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def roots(model):
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-def test_root_parameters_are_those_after_the_last_step(tmp_path, store, closed):
+def test_root_parameters_have_the_values_of_the_last_step(tmp_path, store, closed):
     case = Case(sgd=True)
     model, placed, scaler = place(case, tmp_path / "s" if store else None, **BUDGET)
     with placed:
@@ -36,7 +36,7 @@ def test_root_parameters_are_those_after_the_last_step(tmp_path, store, closed):
 
 
 def plain_values(case, steps):
-    """What plain training gives, for a case whose update has torch's own bits."""
+    """Return the values of plain training, for a case whose update has torch's own bits."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Net(tied=case.tied)
@@ -46,7 +46,7 @@ def plain_values(case, steps):
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
-def test_a_root_parameter_that_is_written_is_refused(tmp_path, store):
+def test_a_write_to_a_root_parameter_is_refused(tmp_path, store):
     case = Case()
     model, placed, scaler = place(case, tmp_path / "s" if store else None, **BUDGET)
     run(case, model, placed, scaler, 0, 2)
@@ -56,15 +56,13 @@ def test_a_root_parameter_that_is_written_is_refused(tmp_path, store):
     with pytest.raises(LoopError, match=r"'head\.weight' was changed in place"):
         run(case, model, placed, scaler, 2, 3)
     saved = model.state_dict()
-    assert all(torch.equal(saved[n], value) for n, value in held.items()), (
-        "the store has what it had"
-    )
+    assert all(torch.equal(saved[n], value) for n, value in held.items()), "the store changed"
     with pytest.raises(LoopError, match="was changed in place"):
         placed.close()
 
 
 class Normalizing(nn.Module):
-    """Writes its own parameter as it runs."""
+    """A block that writes to its own parameter while it runs."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +82,7 @@ def test_a_block_that_writes_its_parameters_is_refused():
     optimizer.close()
 
 
-def test_block_parameters_refuse_to_be_read_between_passes():
+def test_block_parameters_cannot_be_read_between_passes():
     model, placed, scaler = place(Case(), None, **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     for p in model.layers.parameters():
@@ -94,12 +92,12 @@ def test_block_parameters_refuse_to_be_read_between_passes():
     placed.close()
 
 
-def test_a_parameter_that_came_after_place_is_refused():
+def test_a_parameter_added_after_place_is_refused():
     model, placed, scaler = place(Case(), None, **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     model.layers[0].register_parameter("late", nn.Parameter(torch.zeros(3)))
     with pytest.raises(LoopError, match=r"'layers\.0\.late' was added after place"):
         run(Case(), model, placed, scaler, 1, 2)
     with torch.no_grad():
-        model(torch.zeros(1, 4, dtype=torch.long))  # who only reads is not disturbed
+        model(torch.zeros(1, 4, dtype=torch.long))  # a pass without gradients still works
     placed.close()

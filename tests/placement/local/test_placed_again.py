@@ -1,5 +1,5 @@
-"""One process places again, as a cell of a notebook that runs again does; placed optimizers that are
-dropped; placed models in forked children."""
+"""A process that places a model again, as a notebook cell does when it is run again; placed optimizers
+that are dropped; placed models in forked children."""
 
 import gc
 import os
@@ -23,21 +23,21 @@ EAGER = Case(eager=True)
 
 @pytest.fixture(autouse=True)
 def interrupts():
-    """Ctrl-C interrupts, also where a shell's background job, which ignores it, runs the tests."""
+    """Make Ctrl-C interrupt even if the tests run in a background job of a shell, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def plain_losses(steps):
-    """Losses of the same steps without an interruption."""
+    """Return the losses of the same steps without an interruption."""
     model, placed, scaler = place(CASE, None)
     with placed:
         return run(CASE, model, placed, scaler, 1, steps + 1)
 
 
 def place_again(store, model=None, case=CASE, **options):
-    """What the cell does: (model, placed optimizer, lines that it printed)."""
+    """Do what the cell does; return the model, the placed optimizer and the printed lines."""
     lines = []
     if model is None:
         model, placed, _ = place(case, store, report=lines.append, **options)
@@ -62,13 +62,13 @@ def test_placing_again_closes_the_first_session(same_model, tmp_path):
         for use in (first.step, first.flush, first.state_dict, lambda: first.read("embed.weight")):
             with pytest.raises(LoopError, match="placed again in this process"):
                 use()
-        first.close()  # may be called, as after any close
+        first.close()  # another close is allowed
         losses += run(CASE, again, second, scaler, 6, 7)
     assert losses == plain_losses(6)
 
 
-def test_placing_again_on_servers(hosts):
-    """The servers would be busy with the first session."""
+def test_placing_again_closes_the_first_session_on_servers(hosts):
+    """Otherwise the servers would be busy with the first session."""
     store = roadtrain.Servers([hosts(1)[0].where])
     model, first, scaler = place(CASE, store)
     losses = run(CASE, model, first, scaler, 1, 4)
@@ -81,8 +81,8 @@ def test_placing_again_on_servers(hosts):
     assert losses == plain_losses(5)
 
 
-def test_a_model_in_ram_is_not_lost(tmp_path):
-    """Rule 3: what RAM holds is not given up for another store."""
+def test_a_model_in_ram_is_not_replaced(tmp_path):
+    """Rule 3. State in RAM is not discarded for another store."""
     with place_again(tmp_path)[1]:
         pass
     model, placed, scaler = place(CASE, None)
@@ -96,19 +96,19 @@ def test_a_model_in_ram_is_not_lost(tmp_path):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("same_model", [False, True])
 @pytest.mark.parametrize("case", [CASE, EAGER], ids=["plain", "eager"])
-def test_an_interrupted_cell_goes_on(where, same_model, case, tmp_path):
+def test_an_interrupted_cell_resumes(where, same_model, case, tmp_path):
     model, first, scaler = place(case, tmp_path)
     losses = run(case, model, first, scaler, 1, 4)
-    armed = model.layers[1].norm1.register_forward_hook(
+    hook = model.layers[1].norm1.register_forward_hook(
         lambda *_: signal.raise_signal(signal.SIGINT) if backward() or where == "forward" else None
     )
 
-    def backward():  # a block is computed again there
+    def backward():  # a block is recomputed there
         return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
     with pytest.raises(KeyboardInterrupt) as kept:  # as IPython keeps the last traceback
         one_step(case, model, first, scaler, 4)
-    armed.remove()
+    hook.remove()
     start = time.monotonic()
     model, second, lines = place_again(tmp_path, model if same_model else None, case)
     assert time.monotonic() - start < 30 and second.steps_done == 3, lines
@@ -120,7 +120,7 @@ def test_an_interrupted_cell_goes_on(where, same_model, case, tmp_path):
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_dropped_optimizer_frees_everything(in_thread, tmp_path):
-    """Threads, descriptors and the lock; its last step is committed."""
+    """It frees threads, descriptors and the lock, and commits its last step."""
     gc.collect()
     threads, files = set(threading.enumerate()), open_files()
     model, placed, scaler = place(CASE, tmp_path)
@@ -144,21 +144,21 @@ def test_a_dropped_optimizer_frees_everything(in_thread, tmp_path):
         assert again.steps_done == 3 and not any("placed again" in line for line in lines)
 
 
-def test_a_lock_names_who_holds_it(tmp_path, monkeypatch):
+def test_a_lock_names_the_process_that_holds_it(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.1)
     held = Locks([tmp_path])
     with pytest.raises(StoreError, match="in use by this process"):
         Locks([tmp_path])
     read, write = os.pipe()
-    child = in_child(lambda: _said_by(lambda: Locks([tmp_path])), write)
-    assert f"in use by another process, {os.getpid()} (" in answer(child, read)
+    child = in_child(lambda: _error_of(lambda: Locks([tmp_path])), write)
+    assert f"in use by another process, {os.getpid()} (" in result_of_child(child, read)
     held.close()
 
 
 # forked children
 
 
-def _said_by(use):
+def _error_of(use):
     try:
         use()
     except BaseException as error:
@@ -167,10 +167,10 @@ def _said_by(use):
 
 
 def in_child(use, write):
-    """The pid of a child that writes what `use` returns and ends, by SIGALRM after 20 s."""
+    """Fork a child that writes the result of `use` and exits, by SIGALRM after 20 s; return its pid."""
     child = os.fork()
     if child == 0:
-        # not the handler of the test's timeout: a child that raised would run the other tests, too
+        # without the handler of the test's timeout: a child that raised would run the other tests
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
         os.write(write, str(use()).encode())
@@ -178,12 +178,12 @@ def in_child(use, write):
     return child
 
 
-def answer(child, read):
+def result_of_child(child, read):
     _, status = os.waitpid(child, 0)
     assert status == 0, "the child hung or was killed"
-    said = os.read(read, 65536).decode()
+    text = os.read(read, 65536).decode()
     os.close(read)
-    return said
+    return text
 
 
 USES = {
@@ -210,33 +210,33 @@ USES = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of threads at a fork
 @pytest.mark.parametrize(
-    "taken",
+    "after_a_step",
     [
         pytest.param(False, marks=pytest.mark.exhaustive, id="at rest"),
         pytest.param(True, id="after a step"),
     ],
 )
 @pytest.mark.parametrize("name", USES)
-def test_a_forked_child_is_refused_at_once(name, taken, tmp_path):
-    """Rule 5: by an error that says where the model is; the parent goes on."""
+def test_a_forked_child_is_refused_at_once(name, after_a_step, tmp_path):
+    """Rule 5. The error names the process that has the model; the parent continues."""
     model, placed, scaler = place(CASE, tmp_path)
     with placed:
-        losses = run(CASE, model, placed, scaler, 1, 3 if taken else 1)
+        losses = run(CASE, model, placed, scaler, 1, 3 if after_a_step else 1)
         read, write = os.pipe()
-        # as a child that was forked while another thread held the lock
+        # simulates a fork while another thread holds the lock
         held = placed._worker._lock  # noqa: SLF001
         held.acquire()
         try:
-            child = in_child(lambda: _said_by(lambda: USES[name](model, placed)), write)
+            child = in_child(lambda: _error_of(lambda: USES[name](model, placed)), write)
         finally:
             held.release()
         os.close(write)
-        said = answer(child, read)
-        assert said.startswith(
+        message = result_of_child(child, read)
+        assert message.startswith(
             f"LoopError: the model was placed in process {os.getpid()}, but this is its forked child {child}"
-        ), said
-        assert "DataLoader's workers" in said
-        losses += run(CASE, model, placed, scaler, 3 if taken else 1, 5)
+        ), message
+        assert "DataLoader's workers" in message
+        losses += run(CASE, model, placed, scaler, 3 if after_a_step else 1, 5)
     assert losses == plain_losses(4)
 
 
@@ -254,7 +254,7 @@ def test_a_child_that_drops_the_model_changes_nothing(tmp_path):
             gc.collect()
             return "dropped"
 
-        assert answer(in_child(drop, write), read) == "dropped"
+        assert result_of_child(in_child(drop, write), read) == "dropped"
         os.close(write)
         assert all((value == before[name]).all() for name, value in contents(model, placed).items())
         losses += run(CASE, model, placed, scaler, 3, 5)

@@ -1,6 +1,6 @@
-"""The product of what users combine: each cell gives the same bits on RAM, one and three
-directories, also resumed with another layout (Rule 1, Rule 3), and the same training as plain
-torch."""
+"""The product of options that users combine: each case has the same bits in RAM and on one or three
+directories, also after a resume with another layout (Rules 1 and 3), and trains as plain torch
+does."""
 
 import functools
 import itertools
@@ -12,8 +12,8 @@ import torch
 from tests.support.models import Case, build, contents, new_scaler, place, run
 
 STEPS = 5
-# Six rows in which every two of ten options are met in each of their four combinations: none, and
-# five of which each option is in another three.
+# Six rows in which every pair of ten options occurs in each of its four combinations: a row without
+# options and five rows, of which each option is in a different three.
 IN_ROWS = [*itertools.combinations(range(1, 6), 3)]
 PAIRWISE = [tuple(row in rows for rows in IN_ROWS[:6]) for row in range(6)]
 CASES = [
@@ -48,9 +48,9 @@ def name(case):
     return "-".join(f"{k}={v}" for k, v in vars(case).items() if v) or "plain"
 
 
-def test_every_two_options_are_met():
-    for one, other in itertools.combinations(zip(*PAIRWISE), 2):
-        assert len({*zip(one, other)}) == 4
+def test_every_pair_of_options_occurs_in_each_combination():
+    for first, second in itertools.combinations(zip(*PAIRWISE), 2):
+        assert len({*zip(first, second)}) == 4
 
 
 @functools.cache
@@ -61,13 +61,13 @@ def in_memory(case):
 def placed_run(case, store, **options):
     model, placed, scaler = place(case, store, **options)
     losses = run(case, model, placed, scaler, 0, STEPS)
-    found = contents(model, placed)
+    values = contents(model, placed)
     placed.close()
-    return losses, found
+    return losses, values
 
 
 def resumed_run(case, tmp_path):
-    """Two steps in one directory, two with other chunks and less memory, the rest in three
+    """Run two steps in one directory, two with other chunks and less memory, and the rest in three
     directories."""
     losses = []
     layouts = [
@@ -75,7 +75,7 @@ def resumed_run(case, tmp_path):
         (tmp_path / "a", {"chunk_elements": 1 << 16, "host_budget": "160MiB"}, 4),
         ([tmp_path / d for d in "abc"], {}, STEPS),
     ]
-    if case.staleness:  # keeps its layout
+    if case.staleness:  # such a store keeps its layout
         layouts = [
             (tmp_path / "a", {"host_budget": b}, until)
             for b, until in (("1GiB", 2), ("160MiB", 4), (None, STEPS))
@@ -83,12 +83,12 @@ def resumed_run(case, tmp_path):
     for store, options, until in layouts:
         model, placed, scaler = place(case, store, seed=7 if losses else 0, **options)
         losses += run(case, model, placed, scaler, placed.steps_done, until)
-        found = contents(model, placed)
+        values = contents(model, placed)
         placed.close()
-    return losses, found
+    return losses, values
 
 
-def same(a, b):
+def assert_same(a, b):
     assert a[0] == b[0]
     assert a[1].keys() == b[1].keys()
     for key in a[1]:
@@ -96,17 +96,19 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("case", [*CASES, *MORE, *LATE], ids=name)
-def test_same_bits_on_every_placement(case, tmp_path):  # Rule 1
+def test_a_case_has_the_same_bits_on_every_placement(case, tmp_path):  # Rule 1
     ram = in_memory(case)
-    same(ram, placed_run(case, tmp_path / "one"))
-    same(ram, placed_run(case, [tmp_path / f"d{i}" for i in range(3)], chunk_elements=1 << 16))
+    assert_same(ram, placed_run(case, tmp_path / "one"))
+    assert_same(
+        ram, placed_run(case, [tmp_path / f"d{i}" for i in range(3)], chunk_elements=1 << 16)
+    )
     if case.eager and not case.staleness:
         return
-    same(ram, resumed_run(case, tmp_path))
+    assert_same(ram, resumed_run(case, tmp_path))
 
 
 @pytest.mark.parametrize("case", [*CASES, *(case for case in MORE if case.dtype is None)], ids=name)
-def test_same_training_as_plain_torch(case):
+def test_a_case_trains_as_plain_torch(case):
     model, optimizer = build(case)
     losses = run(case, model, optimizer, new_scaler(case), 0, STEPS)
     placed = in_memory(case)[0]
@@ -114,7 +116,7 @@ def test_same_training_as_plain_torch(case):
     assert losses[0] == placed[0]
 
 
-def test_what_waits_is_spilled_under_a_small_budget(tmp_path):  # Rule 4
+def test_waiting_gradients_are_spilled_under_a_small_budget(tmp_path):  # Rule 4
     case = Case(accumulate=2, clip=0.5)
     ram = in_memory(case)
-    same(ram, placed_run(case, tmp_path / "s", host_budget="45MiB", chunk_elements=1 << 16))
+    assert_same(ram, placed_run(case, tmp_path / "s", host_budget="45MiB", chunk_elements=1 << 16))

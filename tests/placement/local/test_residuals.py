@@ -1,5 +1,5 @@
-"""Error feedback of several workers over servers: what each has not sent rests beside it and is
-never lost (Rule 3)."""
+"""Error feedback of several workers over servers: each worker stores the values that it has not sent
+beside itself and never loses them (Rule 3)."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ FEEDBACK = {"compress": TopK(KEPT, error_feedback=True)}
 STEPS = 6
 
 
-class Kept:
+class NoUpdate:
     """An optimizer that only keeps the gradients."""
 
     param_groups: list = []
@@ -33,42 +33,47 @@ class Kept:
 
 
 def plain(workers, steps, local=1):
-    """A torch loop: the losses of each worker. Chunk by chunk the largest of gradient and
-    residual go out; those of a host's `local` workers are summed first."""
-    torch.set_num_threads(1)  # as the workers
+    """Return the losses of each worker of a torch loop. For each chunk the largest sums of gradient and
+    residual are sent; those of a host's `local` workers are summed first."""
+    torch.set_num_threads(1)  # as in the workers
     model, optimizer = build(Case())
     parts = split(model, None)
     params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
     chunks = [c for c in table(parts, dict.fromkeys(params, 0), None, CHUNK).chunks if c.trainable]
     residuals = [{c.id: torch.zeros(c.numel) for c in chunks} for _ in range(workers)]
-    out = [[] for _ in range(workers)]
+    loss_lists = [[] for _ in range(workers)]
     for step in range(steps):
         sums = [{c.id: torch.zeros(c.numel) for c in chunks} for _ in range(workers // local)]
         for rank in range(workers):
             for p in params:
                 p.grad = None
             loss = one_step(
-                Case(), model, Kept(), new_scaler(Case()), step, seed=1000 + workers * step + rank
+                Case(),
+                model,
+                NoUpdate(),
+                new_scaler(Case()),
+                step,
+                seed=1000 + workers * step + rank,
             )
-            out[rank].append(loss)
+            loss_lists[rank].append(loss)
             for chunk in chunks:
-                left = residuals[rank][chunk.id]
+                residual = residuals[rank][chunk.id]
                 for span in chunk.spans:
                     grad = params[span.param].grad.flatten()
-                    left[span.start : span.stop] += grad[
+                    residual[span.start : span.stop] += grad[
                         span.origin : span.origin + span.stop - span.start
                     ]
                 k = max(1, round(KEPT * sum(s.stop - s.start for s in chunk.spans)))
-                sent = left.abs().topk(k).indices
-                sums[rank // local][chunk.id][sent] += left[sent]
-                left[sent] = 0.0
+                sent = residual.abs().topk(k).indices
+                sums[rank // local][chunk.id][sent] += residual[sent]
+                residual[sent] = 0.0
         for chunk, span in ((c, s) for c in chunks for s in c.spans):
             p = params[span.param]
             p.grad.flatten()[span.origin : span.origin + span.stop - span.start] = (
                 sum(host[chunk.id][span.start : span.stop] for host in sums) / workers
             )
         optimizer.step()
-    return out
+    return loss_lists
 
 
 @pytest.mark.parametrize(
@@ -78,11 +83,11 @@ def plain(workers, steps, local=1):
         (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]),
         (4, 2, [(2, {})]),
     ],
-    ids=["one", "two", "two hosts of two"],
+    ids=["one worker", "two workers", "two hosts of two"],
 )
-def test_it_is_what_a_plain_loop_does(workers, local, ways, addresses, tmp_path):
-    """To rounding; and to the bit whatever serves (Rule 1)."""
-    expected, found = plain(workers, STEPS, local), []
+def test_error_feedback_has_the_losses_of_a_plain_loop(workers, local, ways, addresses, tmp_path):
+    """They are equal to rounding, and bit-identical for any servers (Rule 1)."""
+    expected, results = plain(workers, STEPS, local), []
     for number, (servers, options) in enumerate(ways):
         home = tmp_path / str(number)
         home.mkdir()
@@ -101,19 +106,21 @@ def test_it_is_what_a_plain_loop_does(workers, local, ways, addresses, tmp_path)
         assert sorted(p.name for p in (home / "left").iterdir()) == [
             f"worker-{r}" for r in range(workers)
         ]
-        found.append([losses(log) for log in run.logs])
-        for log, those in zip(run.logs, expected):
+        results.append([losses(log) for log in run.logs])
+        for log, expected_losses in zip(run.logs, expected):
             seen = [next(iter(losses(log)[str(step + 1)])).split()[0] for step in range(STEPS)]
-            assert [float.fromhex(loss) for loss in seen] == pytest.approx(those, rel=3e-6)
-    assert all(those == found[0] for those in found)
+            assert [float.fromhex(loss) for loss in seen] == pytest.approx(
+                expected_losses, rel=3e-6
+            )
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize(
     "case", [Case(eager=True), Case(scaler=True, clip=0.5)], ids=["eager", "a step is skipped"]
 )
-def test_stopped_and_gone_on(case, addresses, tmp_path):
-    """The skipped step leaves the residuals as they were."""
-    found = []
+def test_a_stopped_run_resumes_with_its_residuals(case, addresses, tmp_path):
+    """A skipped step leaves the residuals unchanged."""
+    results = []
     for stops in ((4,), (2, 4)):
         home = tmp_path / str(len(stops))
         home.mkdir()
@@ -130,14 +137,14 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
                 **FEEDBACK,
             )
             assert run.join() == [0, 0], run.errors()
-        found.append(
+        results.append(
             [
                 {step: line for step, line in losses(log).items() if step != "end"}
                 for log in run.logs
             ]
         )
         assert not any("start at zero" in line for line in run.notes())
-    assert found[0] == found[1] and len(found[0][0]) == 4
+    assert results[0] == results[1] and len(results[0][0]) == 4
 
 
 @pytest.mark.timeout(300)
@@ -181,19 +188,19 @@ def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
     assert not any("start at zero" in line for line in run.notes())
 
 
-def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
+def test_a_worker_reports_lost_residuals(addresses, tmp_path):
     servers, left = addresses(1), tmp_path / "left"
     run = Workers(Case(), servers, tmp_path, 2, 2, residuals=str(left), **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
     shutil.rmtree(left / "worker-0")
     run = Workers(Case(), servers, tmp_path, 4, 2, residuals=str(left), session="2", **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
-    said = [line for line in run.notes() if "start at zero" in line]
-    assert len(said) == 1 and "worker-0" in said[0] and "lossy" in said[0]
+    notes = [line for line in run.notes() if "start at zero" in line]
+    assert len(notes) == 1 and "worker-0" in notes[0] and "lossy" in notes[0]
 
 
-def test_residuals_of_a_copy_that_went_on_elsewhere_are_refused(hosts, tmp_path):
-    """They are of the same job and the same step as the servers' contents."""
+def test_residuals_of_a_copy_with_another_history_are_refused(hosts, tmp_path):
+    """They have the same job and step as the contents of the servers."""
 
     def run(home, host, steps, session, left=None):
         left = str(tmp_path / (left or home) / "left")
@@ -213,7 +220,7 @@ def test_residuals_of_a_copy_that_went_on_elsewhere_are_refused(hosts, tmp_path)
     assert run("a", ours, 6, "5")[0] == [0]
 
 
-def test_what_is_refused(addresses, tmp_path):
+def test_residuals_without_feedback_or_of_another_store_are_refused(addresses, tmp_path):
     def place(servers, residuals=None, **options):
         model, optimizer = build(Case())
         return roadtrain.place(
@@ -240,5 +247,6 @@ def test_what_is_refused(addresses, tmp_path):
             one_step(Case(), model, placed, new_scaler(Case()), step)
     with pytest.raises(ForeignError, match=r"worker-0.*already holds step 2 of a store"):
         place(second, residuals=tmp_path / "left", **FEEDBACK)
-    with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:  # nothing was lost
+    # the refusals lost nothing
+    with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:
         assert placed.steps_done == 2

@@ -1,5 +1,5 @@
-"""State dicts of a placed model and of its optimizer: what they hold, what can be loaded, what
-is refused (Rule 6)."""
+"""State dicts of a placed model and its optimizer: their contents, the states that can be loaded, and
+those that are refused (Rule 6)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ BUDGET = {"host_budget": "128MiB"}
 KINDS = list(itertools.product(["RAM", "files"], [None, torch.bfloat16], [False, True]))
 
 
-def saved(thing):
-    """Through torch.save and torch.load, as a checkpoint."""
+def through_file(thing):
+    """Return a state after torch.save and torch.load, like a checkpoint."""
     file = io.BytesIO()
     torch.save(thing, file)
     file.seek(0)
@@ -46,7 +46,7 @@ def saved(thing):
 
 
 def plain_values(case, steps):
-    """What plain training gives, for a case whose update has torch's own bits."""
+    """Return the values of plain training, for a case whose update has torch's own bits."""
     torch.manual_seed(0)
     model = Net(tied=case.tied)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
@@ -68,7 +68,7 @@ def test_a_state_dict_holds_the_values_of_the_last_step(tmp_path, store, eager):
         assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
         assert found[name].is_leaf and not found[name].requires_grad
     assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr(), (
-        "tied, as in torch's"
+        "the parameters are not tied"
     )
     inner = model.layers[1].state_dict(prefix="inner.")
     assert (
@@ -82,7 +82,7 @@ def test_a_state_dict_holds_the_values_of_the_last_step(tmp_path, store, eager):
     placed.close()
 
 
-def test_it_behaves_as_torchs_own_dict():
+def test_a_state_dict_behaves_as_that_of_torch():
     model, placed, scaler = place(Case(), None, **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     with placed:
@@ -95,7 +95,7 @@ def test_it_behaves_as_torchs_own_dict():
             copy.deepcopy(model.state_dict()),
             copy.copy(model.state_dict()),
             model.state_dict().copy(),
-            saved(model.state_dict()),
+            through_file(model.state_dict()),
             dict(zip(whole, model.state_dict().values())),
             {n: model.state_dict().get(n) for n in whole},
             {n: model.state_dict().pop(n) for n in whole},
@@ -103,7 +103,7 @@ def test_it_behaves_as_torchs_own_dict():
         ):
             assert list(copied) == list(whole)
             assert all(torch.equal(copied[n], v) for n, v in whole.items())
-        assert type(saved(model.state_dict())) is OrderedDict
+        assert type(through_file(model.state_dict())) is OrderedDict
         kept = model.state_dict(keep_vars=True)
         assert all(
             isinstance(kept[n], nn.Parameter) and torch.equal(kept[n], whole[n])
@@ -120,7 +120,7 @@ def test_it_behaves_as_torchs_own_dict():
             model.state_dict()["nobody"]
 
 
-def test_one_that_is_kept_keeps_its_step():
+def test_a_state_dict_keeps_the_values_of_its_step():
     case = Case(eager=True)
     model, placed, scaler = place(case, None, **BUDGET)
     with placed:
@@ -128,11 +128,11 @@ def test_one_that_is_kept_keeps_its_step():
         before, now = model.state_dict(), {n: v.clone() for n, v in model.state_dict().items()}
         optimizer_before = placed.state_dict(gather=True)
         run(case, model, placed, scaler, 1, 2)
-        mine = [n for n, _ in model.named_parameters()]
-        assert all(torch.equal(before[n], now[n]) for n in mine), (
-            "values of one step, read before the next"
+        names = [n for n, _ in model.named_parameters()]
+        assert all(torch.equal(before[n], now[n]) for n in names), (
+            "the values of an earlier step changed"
         )
-        assert any(not torch.equal(before[n], model.state_dict()[n]) for n in mine)
+        assert any(not torch.equal(before[n], model.state_dict()[n]) for n in names)
         assert optimizer_before["state"][0]["step"] == 1
         model(torch.ones(1, 4, dtype=torch.long)).sum().backward()
         with pytest.raises(LoopError, match="begun during backward"):
@@ -142,8 +142,8 @@ def test_one_that_is_kept_keeps_its_step():
         assert not any(v.isnan().any() for v in model.state_dict().values())
 
 
-def test_nobody_looks_nothing_is_read():
-    """Adapters are saved from a dict that names a base model of any size."""
+def test_a_state_dict_reads_only_the_values_that_are_used():
+    """An adapter is saved from a dict whose keys include a base model of any size."""
     model, placed, scaler = place(Case(), None, **BUDGET)
     with placed:
         run(Case(), model, placed, scaler, 0, 1)
@@ -156,15 +156,17 @@ def test_nobody_looks_nothing_is_read():
 
 
 @pytest.mark.parametrize(("store", "dtype", "clipped"), KINDS)
-def test_a_run_is_saved_and_resumed(tmp_path, store, dtype, clipped):
-    """state_dict() of both, loaded into a freshly placed model: the same bits on; on files it
-    is committed."""
+def test_a_loaded_checkpoint_resumes_with_the_same_bits(tmp_path, store, dtype, clipped):
+    """The state dicts of model and optimizer are loaded into a newly placed model. On files the load is
+    committed."""
     case = Case(dtype=dtype, clip=0.5 if clipped else None, tied=clipped)
     model, placed, scaler = place(case, None if store == "RAM" else tmp_path / "a", **BUDGET)
     run(case, model, placed, scaler, 0, 3)
-    checkpoint = saved({"model": model.state_dict(), "optimizer": placed.state_dict(gather=True)})
+    checkpoint = through_file(
+        {"model": model.state_dict(), "optimizer": placed.state_dict(gather=True)}
+    )
     losses = run(case, model, placed, scaler, 3, 6)
-    last = saved(model.state_dict())
+    last = through_file(model.state_dict())
     placed.close()
 
     fresh = None if store == "RAM" else tmp_path / "b"
@@ -183,15 +185,15 @@ def test_a_run_is_saved_and_resumed(tmp_path, store, dtype, clipped):
     placed.close()
 
 
-def ended(target, *args):
-    """The exit code of a process of its own that ran it."""
+def exit_code_of(target, *args):
+    """Run `target` in a separate process and return its exit code."""
     process = FORK.Process(target=target, args=args, daemon=True)
     process.start()
     process.join(120)
     return process.exitcode
 
 
-def load_and_vanish(store, what):
+def load_and_exit(store, what):
     torch.set_num_threads(1)
     model, placed, scaler = place(Case(), store, **BUDGET)
     if what == "first":
@@ -200,18 +202,18 @@ def load_and_vanish(store, what):
         run(Case(), model, placed, scaler, 2, 4)
         placed.close()
     else:
-        of_model, of_optimizer = torch.load(f"{store}.pt")
-        model.load_state_dict(of_model)
+        model_state, optimizer_state = torch.load(f"{store}.pt")
+        model.load_state_dict(model_state)
         if what == "both":
-            placed.load_state_dict(of_optimizer)
+            placed.load_state_dict(optimizer_state)
         os._exit(0)
 
 
-def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
-    """A process that ends right after the optimizer's load, or before anything used the model's."""
+def test_a_load_is_committed_completely_or_not_at_all(tmp_path):
+    """A process ends right after the optimizer's load, or before any use of the loaded model."""
     store = tmp_path / "s"
     for what, step in (("first", 4), ("model", 4), ("both", 2)):
-        assert ended(load_and_vanish, store, what) == 0
+        assert exit_code_of(load_and_exit, store, what) == 0
         model, placed, _ = place(Case(), store, **BUDGET)
         with placed:
             saved_there = torch.load(f"{store}.pt")[0]
@@ -219,7 +221,7 @@ def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
             assert placed.steps_done == step and same == (what == "both")
 
 
-def die_while_loading(store, where):
+def exit_while_loading(store, where):
     torch.set_num_threads(1)
     model, placed, scaler = place(Case(), store, **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
@@ -232,28 +234,28 @@ def die_while_loading(store, where):
 @pytest.mark.parametrize(
     ("where", "loaded"), [("commit", False), ("publish", False), ("remove", True)]
 )
-def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
-    """Rule 3: the store holds what it held, or what was loaded."""
-    assert ended(die_while_loading, tmp_path / "s", where) == 7
+def test_a_kill_during_a_load_leaves_the_old_or_the_loaded_values(tmp_path, where, loaded):
+    """Rule 3. The store holds its earlier values or the loaded values."""
+    assert exit_code_of(exit_while_loading, tmp_path / "s", where) == 7
     model, placed, _ = place(Case(), tmp_path / "s", **BUDGET)
     with placed:
         assert placed.steps_done == 1
         assert all((v == 3).all() == loaded for n, v in model.state_dict().items() if n != "seen")
 
 
-def test_a_small_state_is_a_reference(tmp_path):
+def test_a_small_state_dict_is_a_reference_to_a_step(tmp_path):
     case = Case()
     model, placed, scaler = place(case, tmp_path / "a", **BUDGET)
     run(case, model, placed, scaler, 0, 2)
-    small = saved(placed.state_dict())
+    small = through_file(placed.state_dict())
     assert small["state"] == {} and len(repr(small)) < 2000 and small["roadtrain"]["step"] == 2
-    assert placed.committed_step == 2, "what a checkpoint refers to is durable"
+    assert placed.committed_step == 2, "the step of the reference is not durable"
     small["param_groups"][0]["lr"] = 0.25
     placed.load_state_dict(small)
     assert placed.param_groups[0]["lr"] == 0.25
     placed.load_state_dict(placed.state_dict())
     run(case, model, placed, scaler, 2, 4)
-    values = saved(model.state_dict())
+    values = through_file(model.state_dict())
     with pytest.raises(LoopError, match=r"step 2 of the same store .* at step 4"):
         placed.load_state_dict(small)
     assert placed.param_groups[0]["lr"] == 0.25
@@ -267,7 +269,7 @@ def test_a_small_state_is_a_reference(tmp_path):
         placed.load_state_dict(small)
     found = model.state_dict()
     assert all(torch.equal(found[n], values[n]) for n, _ in model.named_parameters()), (
-        "the model's part neither"
+        "the model changed"
     )
     placed.close()
 
@@ -276,7 +278,7 @@ def test_a_small_state_is_a_reference(tmp_path):
         elsewhere.load_state_dict(small)
 
 
-def test_histories_of_the_same_step_differ(tmp_path):
+def test_a_reference_to_replaced_values_is_refused(tmp_path):
     model, placed, scaler = place(Case(), tmp_path / "s", **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     small = placed.state_dict()
@@ -295,7 +297,7 @@ def test_a_state_of_other_parameters_is_refused():
     model, placed, scaler = place(Case(), None, **BUDGET)
     with placed:
         run(Case(), model, placed, scaler, 0, 2)
-        old = saved([model.state_dict(), placed.state_dict(gather=True)])
+        old = through_file([model.state_dict(), placed.state_dict(gather=True)])
         run(Case(), model, placed, scaler, 2, 3)
         with pytest.raises(
             LoopError, match=r"step 2 was saved with other parameter values .* step 3"
@@ -319,13 +321,13 @@ def test_a_state_of_other_parameters_is_refused():
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_state_of_torchs_own_optimizer_goes_on_here(cls):
+def test_a_state_of_a_torch_optimizer_can_be_loaded(cls):
     options = {"momentum": 0.5, "dampening": 0.5} if cls is torch.optim.SGD else {}
     torch.manual_seed(0)
     model = Net()
     optimizer = cls(model.parameters(), lr=0.125, foreach=False, **options)
     run(Case(), model, optimizer, new_scaler(Case()), 0, 2)
-    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
+    checkpoint = through_file([model.state_dict(), optimizer.state_dict()])
     plain = run(Case(), model, optimizer, new_scaler(Case()), 2, 5)
     torch.manual_seed(3)
     model = Net()
@@ -338,13 +340,13 @@ def test_a_state_of_torchs_own_optimizer_goes_on_here(cls):
         )
 
 
-def test_loading_a_model_is_as_torchs(tmp_path):
-    """Errors, tied and missing keys, casts, assign=True, parts; state is kept, frozen
-    parameters change too."""
+def test_loading_a_model_works_as_in_torch(tmp_path):
+    """This includes errors, tied and missing keys, casts, assign=True and submodules. The optimizer's
+    state is kept, and frozen parameters change too."""
     case = Case(frozen=True, dtype=torch.bfloat16)
     model, placed, scaler = place(case, tmp_path / "s", **BUDGET)
     run(case, model, placed, scaler, 0, 2)
-    before, masters = saved(model.state_dict()), placed.read("head.bias")
+    before, masters = through_file(model.state_dict()), placed.read("head.bias")
     with pytest.raises(RuntimeError, match=r"Missing key.*head.bias"):
         model.load_state_dict({n: v * 2 for n, v in before.items() if n != "head.bias"})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*stranger"):
@@ -353,7 +355,7 @@ def test_loading_a_model_is_as_torchs(tmp_path):
         model.load_state_dict({**{n: v * 2 for n, v in before.items()}, "head.bias": torch.ones(3)})
     assert all(
         torch.equal(model.state_dict()[n], before[n]) for n, _ in model.named_parameters()
-    ), "nothing changed"
+    ), "a refused load changed the model"
 
     generation = sorted(p.name for p in (tmp_path / "s").glob("gen-*"))
     assert str(model.load_state_dict(before)) == "<All keys matched successfully>"
@@ -388,10 +390,12 @@ def test_loading_a_model_is_as_torchs(tmp_path):
     fresh, optimizer, scaler = place(case, None, seed=0, **BUDGET)
     with optimizer:
         run(case, fresh, optimizer, scaler, 0, 2)
-        assert run(case, fresh, optimizer, scaler, 2, 4) != losses, "what was loaded is what trains"
+        assert run(case, fresh, optimizer, scaler, 2, 4) != losses, (
+            "the loaded values were not trained"
+        )
 
 
-def test_when_nothing_can_be_loaded():
+def test_a_load_with_gradients_after_close_or_with_staleness_is_refused():
     case = Case()
     model, placed, _ = place(case, None, **BUDGET)
     other = {n: v + 1 for n, v in model.state_dict().items()}
@@ -401,7 +405,7 @@ def test_when_nothing_can_be_loaded():
     placed.zero_grad()
     model.load_state_dict(other)
     assert torch.equal(model.state_dict()["head.bias"], other["head.bias"])
-    assert torch.equal(model.head.bias, other["head.bias"]), "the root's are here at once"
+    assert torch.equal(model.head.bias, other["head.bias"]), "the root block did not change at once"
     placed.close()
     with pytest.raises(LoopError, match=r"after close\(\)"):
         model.load_state_dict(other)
@@ -413,8 +417,8 @@ def test_when_nothing_can_be_loaded():
 
 
 def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
-    """The device is full, or breaks while the new generation is written; said once, and
-    training goes on."""
+    """The device is full or fails while the new generation is written. The error is raised once, and
+    training continues."""
     case, losses = Case(), []
     for fails in (False, True):
         model, placed, scaler = place(case, tmp_path / str(fails), **BUDGET)
@@ -443,7 +447,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-def test_with_compression(tmp_path, feedback):
+def test_a_checkpoint_with_compression_can_be_loaded_repeatedly(tmp_path, feedback):
     options = {"compress": TopK(0.1, error_feedback=feedback), "dtype": None, **BUDGET}
     torch.manual_seed(0)
     model = Net()
@@ -452,7 +456,7 @@ def test_with_compression(tmp_path, feedback):
         model, optimizer, store=tmp_path / "s", report=lambda _: None, **options
     ) as placed:
         run(Case(), model, placed, new_scaler(Case()), 0, 2)
-        checkpoint = saved([model.state_dict(), placed.state_dict(gather=True)])
+        checkpoint = through_file([model.state_dict(), placed.state_dict(gather=True)])
         run(Case(), model, placed, new_scaler(Case()), 2, 3)
         results = []
         for _ in range(2):
@@ -462,7 +466,7 @@ def test_with_compression(tmp_path, feedback):
         assert results[0] == results[1] and placed.steps_done == 4
 
 
-def test_a_closed_model_whose_store_went_on_is_refused(tmp_path, monkeypatch):
+def test_a_closed_model_whose_store_has_later_steps_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(hosted_store, "LOCK_S", 0.5)
     model, placed, scaler = place(Case(), tmp_path / "s", **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
@@ -530,7 +534,7 @@ def test_copies_and_casts_are_refused(tmp_path, closed):
 
 
 def test_a_gradient_set_by_hand_is_refused():
-    """It would reach no update; and torch's get_optimizer_state_dict would take a step."""
+    """No update would use it, and torch's get_optimizer_state_dict would take a step."""
     model, placed, scaler = place(Case(), None, **BUDGET)
     with placed:
         run(Case(), model, placed, scaler, 0, 1)
@@ -552,9 +556,11 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
     run(case, model, placed, scaler, 0, 2)
     optimizer = {"optimizer": placed.state_dict(gather=True)} if whole else {"optimizer": placed}
     dcp.save({"model": model, **optimizer}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    plain, mine = Net().state_dict(), get_model_state_dict(model)
-    set_model_state_dict(model, mine)
-    assert list(mine) == list(plain) and not any(v.isnan().any() for v in mine.values())
+    plain, placed_values = Net().state_dict(), get_model_state_dict(model)
+    set_model_state_dict(model, placed_values)
+    assert list(placed_values) == list(plain) and not any(
+        v.isnan().any() for v in placed_values.values()
+    )
     if not whole:
         dcp.load(
             {"model": model, "optimizer": placed},
@@ -574,7 +580,7 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
                     no_dist=True,
                 )
             return
-        one_step(case, fresh, placed, scaler, 0)  # so that the whole form has tensors to load into
+        one_step(case, fresh, placed, scaler, 0)  # so that the full state has tensors to load into
         target = {"optimizer": placed.state_dict(gather=True)}
         dcp.load({"model": fresh, **target}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
         placed.load_state_dict(target["optimizer"])
@@ -582,13 +588,13 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
 
 
 @pytest.mark.parametrize("name", ["plain", "late"])
-def test_of_servers(hosts, tmp_path, name):
+def test_state_dicts_of_a_store_on_servers(hosts, tmp_path, name):
     case = Case(clip=0.5, dtype=torch.bfloat16, staleness=int(name == "late"))
     servers = [host.where for host in hosts(2)]
     options = {"chunk_elements": 1 << 16, **BUDGET}
     model, placed, scaler = place(case, Servers(servers), **options)
     run(case, model, placed, scaler, 0, 2)
-    found, small = saved(model.state_dict()), saved(placed.state_dict())
+    found, small = through_file(model.state_dict()), through_file(placed.state_dict())
     for spec in placed.params:
         assert torch.equal(found[spec.name], torch.from_numpy(placed.read(spec.name)).bfloat16()), (
             spec.name
@@ -611,7 +617,7 @@ def test_of_servers(hosts, tmp_path, name):
         model.state_dict()
 
 
-def one_of_two(rank, path, servers):
+def train_and_save(rank, path, servers):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     case = Case(clip=0.5)
@@ -625,7 +631,7 @@ def one_of_two(rank, path, servers):
             torch.save([model.state_dict(), placed.state_dict()], f"{path}.new")
             os.rename(f"{path}.new", path)
         began = time.monotonic()
-        while not path.exists():  # a barrier, as trainers have it
+        while not path.exists():  # a barrier, as in trainers
             assert time.monotonic() < began + 40, "the first worker waits for this one"
             time.sleep(0.05)
         placed.flush()
@@ -635,11 +641,11 @@ def one_of_two(rank, path, servers):
         one_step(case, model, placed, scaler, 2, seed=rank)
 
 
-def test_one_of_two_workers_saves(hosts, tmp_path):
-    """Rule 5: the others wait at a barrier meanwhile."""
+def test_a_single_worker_of_two_can_save(hosts, tmp_path):
+    """Rule 5. The other worker waits at a barrier meanwhile."""
     servers = [h.where for h in hosts(1)]
     both = [
-        FORK.Process(target=one_of_two, args=(rank, tmp_path / "saved", servers), daemon=True)
+        FORK.Process(target=train_and_save, args=(rank, tmp_path / "saved", servers), daemon=True)
         for rank in range(2)
     ]
     for process in both:
@@ -649,7 +655,7 @@ def test_one_of_two_workers_saves(hosts, tmp_path):
     assert [process.exitcode for process in both] == [0, 0]
 
 
-def test_what_was_read_is_held_by_no_thread_that_waits(tmp_path):  # Rule 4
+def test_waiting_threads_hold_no_buffer_that_was_read(tmp_path):  # Rule 4
     model, placed, scaler = place(Case(), tmp_path / "s", **BUDGET)
     run(Case(), model, placed, scaler, 0, 1)
     placed.flush()
@@ -659,7 +665,7 @@ def test_what_was_read_is_held_by_no_thread_that_waits(tmp_path):  # Rule 4
     ]
     assert len(memory) > 2
     until = time.monotonic() + 10
-    while held := sum(one() is not None for one in memory):
+    while held := sum(reference() is not None for reference in memory):
         assert time.monotonic() < until, f"{held} of {len(memory)} buffers are held"
         time.sleep(0.01)
     placed.close()
@@ -689,10 +695,10 @@ LARGE = """
     placed.step()
     placed.zero_grad()
     placed.flush()
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is measured from here
     before, own = kilobytes("VmRSS"), kilobytes("VmData")
     anything = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, ((own << 10) + (48 << 20), anything[1]))  # what is no mapped file
+    resource.setrlimit(resource.RLIMIT_DATA, ((own << 10) + (48 << 20), anything[1]))  # memory that is no mapped file
     if what == "pretrained":
         model.save_pretrained(where + "/out", max_shard_size="24MB")
     else:
@@ -711,18 +717,18 @@ LARGE = """
 @pytest.mark.parametrize(
     "what", ["pretrained", pytest.param("torch.save", marks=pytest.mark.exhaustive)]
 )
-def test_a_model_larger_than_memory_is_saved(tmp_path, what):
-    """Rule 4: in a process that may not hold it. A scratch file's pages are the kernel's;
-    save_pretrained gives each piece back before the next."""
+def test_a_model_larger_than_memory_can_be_saved(tmp_path, what):
+    """Rule 4. The process has too little memory for the model. Pages of a scratch file belong to the
+    kernel, and save_pretrained releases each piece before the next."""
     pytest.importorskip("transformers")
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LARGE), str(tmp_path), what],
         timeout=170,
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    assert told.returncode == 0, told.stderr
+    assert process.returncode == 0, process.stderr
     if what == "pretrained":
         assert len(list((tmp_path / "out").glob("*.safetensors"))) > 8
-        assert int(told.stdout) < 100 << 10, "kilobytes that it took at most"
+        assert int(process.stdout) < 100 << 10, "peak memory in kilobytes"

@@ -1,5 +1,5 @@
-"""A killed script goes on where it was: schedule, data order, random state. What it was given anew
-is said."""
+"""A killed script resumes with its schedule, data order and random state; differences between script
+and store are reported."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ SMALL = {"host_budget": "128MiB"}
 
 
 def script(store, steps=STEPS, **options):
-    """The lines of steps, the other lines, and how the process ended."""
+    """Run the script; return the lines of its steps, its other lines and the process."""
     words = [SUPPORT / "tracked_run.py", store, steps, json.dumps(BASE | options)]
-    done = subprocess.run(
+    process = subprocess.run(
         [warm_python(), *map(str, words)], capture_output=True, text=True, timeout=300
     )
-    lines = done.stdout.splitlines()
+    lines = process.stdout.splitlines()
     steps = [line for line in lines if line.split()[0].isdigit()]
-    return steps, [line for line in lines if line not in steps], done
+    return steps, [line for line in lines if line not in steps], process
 
 
-def survives(tmp_path, kills, **options):
-    """Rule 3. Killed at each of `kills`, the same command repeats the losses of a run that was
-    not."""
-    whole, _, done = script(tmp_path / "whole", **options)
-    assert len(whole) == STEPS, done.stderr
-    for at in kills:
-        first, _, done = script(tmp_path / f"{at}", kill=at, **options)
+def check_kills(tmp_path, kills, **options):
+    """Rule 3. Check that the same command, after a kill at each of `kills`, repeats the losses of an
+    uninterrupted run."""
+    whole, _, process = script(tmp_path / "whole", **options)
+    assert len(whole) == STEPS, process.stderr
+    for kill in kills:
+        first, _, process = script(tmp_path / f"{kill}", kill=kill, **options)
         number = getattr(signal, options.get("signal", "SIGKILL"))
-        assert done.returncode == -number, done.stderr
-        later, said, done = script(tmp_path / f"{at}", **options)
-        assert later and done.returncode == 0, done.stderr
-        begun = int(later[0].split()[0])
-        assert at[0] - 1 <= begun <= at[0] + 1 and later == whole[begun - 1 :]
+        assert process.returncode == -number, process.stderr
+        later, other_lines, process = script(tmp_path / f"{kill}", **options)
+        assert later and process.returncode == 0, process.stderr
+        first_step = int(later[0].split()[0])
+        assert kill[0] - 1 <= first_step <= kill[0] + 1 and later == whole[first_step - 1 :]
         assert first == whole[: len(first)]
-        assert not [line for line in said if "in the script" in line or "track(" in line]
+        assert not [line for line in other_lines if "in the script" in line or "track(" in line]
 
 
 @pytest.mark.parametrize(
@@ -66,63 +66,65 @@ def survives(tmp_path, kills, **options):
     ids=str,
 )
 @pytest.mark.timeout(400)
-def test_a_killed_script_goes_on(tmp_path, options):
-    """Also between step() and scheduler.step(), and at the end of an epoch."""
-    survives(tmp_path, [[4, "step"], [6, "end"], [7, "end"]], **options)
+def test_a_killed_script_resumes(tmp_path, options):
+    """Kills happen between step() and scheduler.step() and at the end of an epoch, too."""
+    check_kills(tmp_path, [[4, "step"], [6, "end"], [7, "end"]], **options)
 
 
-def test_a_script_with_loader_processes_goes_on(tmp_path):
-    survives(tmp_path, [[8, "end"]], workers=2)
+def test_a_killed_script_with_loader_processes_resumes(tmp_path):
+    check_kills(tmp_path, [[8, "end"]], workers=2)
 
 
 @pytest.mark.parametrize(
     "name",
     [name if name in ("SequentialLR", "ReduceLROnPlateau") else also(name) for name in SCHEDULERS],
 )
-def test_each_scheduler_goes_on(tmp_path, name):
-    survives(tmp_path, [[5, "step"]], scheduler=name)
+def test_each_scheduler_resumes(tmp_path, name):
+    check_kills(tmp_path, [[5, "step"]], scheduler=name)
 
 
-def test_an_interrupted_script_goes_on(tmp_path):
-    """It ends by KeyboardInterrupt between step() and scheduler.step(), and closes."""
-    survives(tmp_path, [[5, "step"]], signal="SIGINT")
+def test_an_interrupted_script_resumes(tmp_path):
+    """A KeyboardInterrupt between step() and scheduler.step() ends the script, which closes."""
+    check_kills(tmp_path, [[5, "step"]], signal="SIGINT")
 
 
-def test_a_scheduler_that_is_not_tracked_is_said(tmp_path):
-    _, said, _ = script(tmp_path / "s", steps=3, tracked=False)
-    assert not any("schedule starts" in line for line in said)
-    _, said, _ = script(tmp_path / "s", steps=5, tracked=False)
-    assert sum("schedule starts from its beginning" in line for line in said) == 1
-    _, said, _ = script(tmp_path / "s", steps=7)
-    assert sum("has no state of 'scheduler' at step 5" in line for line in said) == 1
+def test_a_scheduler_that_is_not_tracked_is_reported(tmp_path):
+    _, other_lines, _ = script(tmp_path / "s", steps=3, tracked=False)
+    assert not any("schedule starts" in line for line in other_lines)
+    _, other_lines, _ = script(tmp_path / "s", steps=5, tracked=False)
+    assert sum("schedule starts from its beginning" in line for line in other_lines) == 1
+    _, other_lines, _ = script(tmp_path / "s", steps=7)
+    assert sum("has no state of 'scheduler' at step 5" in line for line in other_lines) == 1
 
 
-def test_what_is_tracked_no_more_is_said(tmp_path):
+def test_objects_that_are_no_longer_tracked_are_reported(tmp_path):
     script(tmp_path / "s", steps=3)
-    _, said, _ = script(tmp_path / "s", steps=5, tracked=False)
+    _, other_lines, _ = script(tmp_path / "s", steps=5, tracked=False)
     for name in ("scheduler", "loader"):
-        assert sum(f"state of '{name}' at step 3 is not restored" in line for line in said) == 1
+        assert (
+            sum(f"state of '{name}' at step 3 is not restored" in line for line in other_lines) == 1
+        )
 
 
-def test_an_edited_rate_of_a_schedule_is_said(tmp_path):
+def test_an_edited_rate_of_a_schedule_is_reported(tmp_path):
     whole, _, _ = script(tmp_path / "whole")
     script(tmp_path / "s", steps=3)
-    later, said, _ = script(tmp_path / "s", edited={"lr": 0.25, "weight_decay": 0.5})
-    about = [line for line in said if "in the script" in line]
-    assert len(about) == 2
+    later, other_lines, _ = script(tmp_path / "s", edited={"lr": 0.25, "weight_decay": 0.5})
+    reports = [line for line in other_lines if "in the script" in line]
+    assert len(reports) == 2
     assert any(
         "lr is 0.25 in the script and 0.01 in the store" in line and "store's schedule" in line
-        for line in about
+        for line in reports
     )
-    assert "weight_decay is 0.5 in the script and 0.01 in the store: the script's" in about[1]
+    assert "weight_decay is 0.5 in the script and 0.01 in the store: the script's" in reports[1]
     assert [line.split()[2] for line in later] == [line.split()[2] for line in whole[3:]]
 
 
-def resumed(store, steps, said, lr=1e-2, change=None, **groups):
+def run_until(store, steps, printed, lr=1e-2, change=None, **groups):
     model, optimizer = build(Case())
     for group in optimizer.param_groups:
         group |= {"lr": lr, **groups}
-    with roadtrain.place(model, optimizer, store=store, report=said.append, **SMALL) as placed:
+    with roadtrain.place(model, optimizer, store=store, report=printed.append, **SMALL) as placed:
         before = placed.param_groups[0] | {"params": None}
         while placed.steps_done < steps:
             one_step(Case(), model, placed, new_scaler(Case()), placed.steps_done)
@@ -131,26 +133,28 @@ def resumed(store, steps, said, lr=1e-2, change=None, **groups):
     return before
 
 
-def test_edited_hyperparameters_count(tmp_path):
-    """Without a schedule, the script's; and what the loop had changed is resumed."""
-    said = []
-    resumed(tmp_path / "s", 2, said)
-    assert not [line for line in said if "script" in line]
-    before = resumed(tmp_path / "s", 4, said, lr=0.5, betas=(0.5, 0.6), change=0.125)
+def test_edited_hyperparameters_are_used(tmp_path):
+    """Without a schedule the script's values are used, and values that the loop changed are resumed."""
+    printed = []
+    run_until(tmp_path / "s", 2, printed)
+    assert not [line for line in printed if "script" in line]
+    before = run_until(tmp_path / "s", 4, printed, lr=0.5, betas=(0.5, 0.6), change=0.125)
     assert (before["lr"], before["betas"]) == (0.5, (0.5, 0.6))
-    about = [line for line in said if "script" in line]
-    assert about == [
+    reports = [line for line in printed if "script" in line]
+    assert reports == [
         "lr is 0.5 in the script and 0.01 in the store: the script's is used",
         "betas is (0.5, 0.6) in the script and (0.9, 0.999) in the store: the script's is used",
     ]
-    del said[:]
-    assert resumed(tmp_path / "s", 5, said, lr=0.5, betas=(0.5, 0.6))["lr"] == 0.125
-    assert not [line for line in said if "script" in line]
-    assert resumed(tmp_path / "s", 6, said, lr=torch.tensor(0.25), betas=(0.5, 0.6))["lr"] == 0.25
-    assert "lr is 0.25 in the script and 0.5 in the store (0.125 now): the script's" in str(said)
+    del printed[:]
+    assert run_until(tmp_path / "s", 5, printed, lr=0.5, betas=(0.5, 0.6))["lr"] == 0.125
+    assert not [line for line in printed if "script" in line]
+    assert (
+        run_until(tmp_path / "s", 6, printed, lr=torch.tensor(0.25), betas=(0.5, 0.6))["lr"] == 0.25
+    )
+    assert "lr is 0.25 in the script and 0.5 in the store (0.125 now): the script's" in str(printed)
 
 
-def test_only_what_has_a_state_is_tracked(tmp_path):
+def test_only_objects_with_a_state_are_tracked(tmp_path):
     model, optimizer = build(Case())
     store = {"store": tmp_path / "s", "report": lambda _: None, **SMALL}
     with roadtrain.place(model, optimizer, **store) as placed:
@@ -173,15 +177,15 @@ def test_only_what_has_a_state_is_tracked(tmp_path):
             placed.track(more=generator)
 
 
-def test_a_look_at_the_data_does_not_move_it(tmp_path):
-    def part(steps, seen):
+def test_looking_at_a_batch_does_not_advance_the_data(tmp_path):
+    def part(steps, peek):
         model, optimizer = build(Case())
         loader = DataLoader(range(9), batch_size=2, shuffle=True)
-        store = tmp_path / f"look{seen}"
+        store = tmp_path / f"look{peek}"
         placed = roadtrain.place(model, optimizer, store=store, report=lambda _: None, **SMALL)
         with placed:
             placed.track(loader=loader)
-            if seen:
+            if peek:
                 next(iter(loader))
             batches = []
             while placed.steps_done < steps:

@@ -1,4 +1,4 @@
-"""The relay on loopback: bytes unchanged; delay, rate, stall and cut do what they say, while it
+"""The relay on loopback: bytes pass unchanged; delay, rate, stall and cut take effect while it
 runs."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Address = tuple[str, int]
 
 
 class Echo:
-    """Sends back what it gets, on every connection, until it is closed."""
+    """A server that sends received bytes back on every connection until it is closed."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -52,7 +52,7 @@ class Echo:
                 return
 
     def wait_quiet(self, connections: int = 0) -> None:
-        """Until so many came, and all have ended."""
+        """Wait until that many connections were accepted and all of them have ended."""
         while len(self.threads) <= connections:
             time.sleep(0.01)
         for thread in self.threads[1:]:
@@ -82,21 +82,21 @@ def connect(address: Address) -> socket.socket:
 def exchange(peer: socket.socket, data: bytes) -> bytes:
     sender = threading.Thread(target=peer.sendall, args=(data,))
     sender.start()
-    got = bytearray()
-    while len(got) < len(data) and (piece := peer.recv(1 << 16)):
-        got += piece
+    received = bytearray()
+    while len(received) < len(data) and (piece := peer.recv(1 << 16)):
+        received += piece
     sender.join()
-    return bytes(got)
+    return bytes(received)
 
 
 def until_closed(peer: socket.socket) -> bytes:
-    got = bytearray()
+    received = bytearray()
     try:
         while piece := peer.recv(1 << 16):
-            got += piece
+            received += piece
     except ConnectionError:
         pass
-    return bytes(got)
+    return bytes(received)
 
 
 def seconds(peer: socket.socket, nbytes: int) -> float:
@@ -106,8 +106,8 @@ def seconds(peer: socket.socket, nbytes: int) -> float:
 
 
 def assert_takes(least: float, most: float, measure: Callable[[], float]) -> None:
-    """Never less than `least`; that it takes less than `most`, a busy machine may need some
-    tries to show."""
+    """Check that `measure` never takes less than `least`, and less than `most` at least once: a busy
+    machine may need several tries."""
     tries = []
     for _ in range(5):
         tries.append(measure())
@@ -117,7 +117,7 @@ def assert_takes(least: float, most: float, measure: Callable[[], float]) -> Non
     raise AssertionError(f"always took {most} s or more: {tries}")
 
 
-def test_bytes_pass_unchanged_and_the_end_of_a_stream_too(echo: Echo) -> None:
+def test_bytes_and_the_end_of_a_stream_pass_unchanged(echo: Echo) -> None:
     data = os.urandom(3_000_001)
     with (
         Relay(echo.address) as relay,
@@ -132,40 +132,41 @@ def test_bytes_pass_unchanged_and_the_end_of_a_stream_too(echo: Echo) -> None:
         assert until_closed(peer) == data[:1000]
 
 
-def test_delay(echo: Echo) -> None:
+def test_a_delay_applies_to_each_direction(echo: Echo) -> None:
     with Relay(echo.address, delay_s=0.05) as relay, connect(relay.address) as peer:
         assert_takes(0.1, 0.2, lambda: seconds(peer, 1))
-        # a delay is not a rate: pieces are on the way together
+        # a delay is not a rate: several pieces are in transit at once
         assert_takes(0.1, 0.4, lambda: seconds(peer, 4_000_000))
 
 
-def test_rate_both_ways_and_changed_while_running(echo: Echo) -> None:
+def test_a_rate_applies_both_ways_and_changes_while_running(echo: Echo) -> None:
     with Relay(echo.address, 10e6) as relay, connect(relay.address) as peer:
         assert_takes(0.28, 0.4, lambda: seconds(peer, 3_000_000))  # there and back overlap
         relay.set_rate(40e6, 5e6)
         assert_takes(0.28, 0.4, lambda: seconds(peer, 1_500_000))
 
-        def quickened() -> float:
+        def raise_the_rate() -> float:
             begin = time.perf_counter()
             relay.set_rate(1e3)
             threading.Timer(0.3, relay.set_rate, (1e9,)).start()
             seconds(peer, 1_000_000)
             return time.perf_counter() - begin
 
-        assert_takes(0.3, 0.6, quickened)  # slow pieces do not outlive the slow rate
+        # the new rate applies to pieces that are already queued
+        assert_takes(0.3, 0.6, raise_the_rate)
 
 
 def test_connections_share_the_rate(echo: Echo) -> None:
     with (
         Relay(echo.address, 10e6) as relay,
-        connect(relay.address) as one,
-        connect(relay.address) as two,
+        connect(relay.address) as first,
+        connect(relay.address) as second,
     ):
 
         def both() -> float:
             begin = time.perf_counter()
             threads = [
-                threading.Thread(target=seconds, args=(peer, 1_500_000)) for peer in (one, two)
+                threading.Thread(target=seconds, args=(peer, 1_500_000)) for peer in (first, second)
             ]
             for thread in threads:
                 thread.start()
@@ -176,7 +177,7 @@ def test_connections_share_the_rate(echo: Echo) -> None:
         assert_takes(0.28, 0.45, both)
 
 
-def test_stall_keeps_connections_open(echo: Echo) -> None:
+def test_a_stall_keeps_connections_open(echo: Echo) -> None:
     with Relay(echo.address) as relay, connect(relay.address) as peer:
         assert exchange(peer, b"a") == b"a"
         relay.stall()
@@ -189,7 +190,7 @@ def test_stall_keeps_connections_open(echo: Echo) -> None:
         assert peer.recv(1) == b"b"
 
 
-def test_cut_at_once_then_resume(echo: Echo) -> None:
+def test_a_cut_relay_accepts_connections_after_resume(echo: Echo) -> None:
     with Relay(echo.address) as relay:
         with connect(relay.address) as peer:
             assert exchange(peer, b"a") == b"a"
@@ -202,12 +203,12 @@ def test_cut_at_once_then_resume(echo: Echo) -> None:
 
 
 @pytest.mark.parametrize("rate", [float("inf"), 20e6])
-def test_cut_in_mid_stream_after_exactly_so_many_bytes(echo: Echo, rate: float) -> None:
+def test_a_cut_passes_exactly_the_given_number_of_bytes(echo: Echo, rate: float) -> None:
     with Relay(echo.address, rate) as relay:
         with connect(relay.address) as peer:
             assert exchange(peer, bytes(1000)) == bytes(1000)
             relay.cut(123_457, "back")
-            sender = threading.Thread(target=send_what_goes, args=(peer, bytes(1_000_000)))
+            sender = threading.Thread(target=send_until_closed, args=(peer, bytes(1_000_000)))
             sender.start()
             assert len(until_closed(peer)) == 123_457
             sender.join()
@@ -216,16 +217,16 @@ def test_cut_in_mid_stream_after_exactly_so_many_bytes(echo: Echo, rate: float) 
         received = echo.received
         with connect(relay.address) as peer:
             relay.cut(777)
-            send_what_goes(peer, bytes(100_000))
+            send_until_closed(peer, bytes(100_000))
             until_closed(peer)
         echo.wait_quiet(2)
         assert echo.received == received + 777
         with connect(relay.address) as peer:
-            assert exchange(peer, b"again") == b"again", "a cut is over when it happened"
+            assert exchange(peer, b"again") == b"again", "a cut still affects later connections"
 
 
 @pytest.mark.parametrize("rate", [float("inf"), 20e6])
-def test_flips_exactly_the_bits_that_were_asked_for(echo: Echo, rate: float) -> None:
+def test_exactly_the_requested_bits_are_flipped(echo: Echo, rate: float) -> None:
     data = os.urandom(400_000)
     with Relay(echo.address, rate) as relay, connect(relay.address) as peer:
         assert exchange(peer, data[:1000]) == data[:1000]
@@ -233,32 +234,32 @@ def test_flips_exactly_the_bits_that_were_asked_for(echo: Echo, rate: float) -> 
         relay.flip(123_456)
         relay.flip(0, "back", 3)
         relay.flip(399_999, "back")
-        wanted = bytearray(data)
-        wanted[123_456] ^= 0x81
-        wanted[0] ^= 8
-        wanted[399_999] ^= 1
-        assert exchange(peer, data) == wanted
+        expected = bytearray(data)
+        expected[123_456] ^= 0x81
+        expected[0] ^= 8
+        expected[399_999] ^= 1
+        assert exchange(peer, data) == expected
         assert relay.flipped == 4
-        assert exchange(peer, data) == data, "a flip happens once"
+        assert exchange(peer, data) == data, "a flip is repeated"
 
 
-def send_what_goes(peer: socket.socket, data: bytes) -> None:
+def send_until_closed(peer: socket.socket, data: bytes) -> None:
     try:
         peer.sendall(data)
     except ConnectionError:
         pass
 
 
-def test_a_target_that_is_not_there_and_a_port_that_is_taken(echo: Echo) -> None:
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        with Relay(deaf.getsockname()) as relay, connect(relay.address) as peer:
+def test_a_missing_target_and_an_occupied_port(echo: Echo) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with Relay(bound.getsockname()) as relay, connect(relay.address) as peer:
             assert until_closed(peer) == b""
     with pytest.raises(OSError, match="in use"), Relay(echo.address, listen=echo.address):
         pass
 
 
-def test_as_a_process(echo: Echo) -> None:
+def test_a_relay_process_takes_commands_from_its_input(echo: Echo) -> None:
     argv = [
         sys.executable,
         "-m",

@@ -1,5 +1,5 @@
-"""A relay beside the workers of a host: the same bits with it as without (Rule 1), its death is
-noticed (Rule 5)."""
+"""A relay beside the workers of a host changes no bit (Rule 1), and its death is detected (Rule
+5)."""
 
 import os
 import signal
@@ -26,9 +26,9 @@ RELAY = "96MiB"
 
 def trained(case, servers, home, steps, workers, **options):
     home.mkdir()
-    ran = Workers(case, servers, home, steps, workers, **options)
-    assert ran.join() == [0] * workers, ran.errors()
-    return [losses(log) for log in ran.logs]
+    running = Workers(case, servers, home, steps, workers, **options)
+    assert running.join() == [0] * workers, running.errors()
+    return [losses(log) for log in running.logs]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def trained(case, servers, home, steps, workers, **options):
         pytest.param("late, bf16", 4, 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_same_bits_with_it(name, workers, local, addresses, tmp_path):  # Rule 1
+def test_a_relay_changes_no_bit(name, workers, local, addresses, tmp_path):  # Rule 1
     case = CASES[name]
     without = trained(case, addresses(2), tmp_path / "without", 3, workers, local=local)
     assert (
@@ -50,8 +50,8 @@ def test_the_same_bits_with_it(name, workers, local, addresses, tmp_path):  # Ru
     )
 
 
-def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
-    """Also the state of each worker's own finds its way, whoever packed it."""
+def test_a_run_resumes_with_and_without_a_relay(addresses, tmp_path):  # Rule 3
+    """Each worker also gets its own state back, whether a relay or a worker packed it."""
     case = Case(eager=True)
     whole = trained(case, addresses(1), tmp_path / "whole", 4, 4, local=2)
     servers, seen = addresses(1), [{} for _ in range(4)]
@@ -59,27 +59,27 @@ def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
         part = trained(
             case, servers, tmp_path / f"part{i}", i + 1, 4, local=2, relay=relay, session=str(i)
         )
-        for mine, new in zip(seen, part):
-            mine.update(new)
+        for log, new in zip(seen, part):
+            log.update(new)
     assert seen == whole
 
 
-def until_step(workers, step):
+def wait_for_step(workers, step):
     deadline = time.monotonic() + 60
     while str(step) not in losses(workers.logs[1]):
-        assert time.monotonic() < deadline, f"step {step} does not come"
+        assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("whom", ["relay", pytest.param("worker", marks=pytest.mark.exhaustive)])
-def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Rule 3, Rule 5
+@pytest.mark.parametrize("killed", ["relay", pytest.param("worker", marks=pytest.mark.exhaustive)])
+def test_a_kill_is_detected_and_loses_nothing(killed, addresses, tmp_path):  # Rule 3, Rule 5
     case, steps = Case(eager=True), 20
     whole = trained(case, addresses(1), tmp_path / "whole", steps, 2, local=2)
     servers, home = addresses(1), tmp_path / "killed"
     home.mkdir()
     workers = Workers(case, servers, home, 1000, 2, local=2, relay=RELAY)
-    until_step(workers, 1)  # there is a relay by then
-    if whom == "relay":
+    wait_for_step(workers, 1)  # the relay has started by then
+    if killed == "relay":
         [victim] = [
             c.pid
             for p in workers.processes
@@ -88,7 +88,7 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Ru
         ]
     else:
         victim = workers.processes[1].pid
-    until_step(workers, 3)
+    wait_for_step(workers, 3)
     os.kill(victim, signal.SIGKILL)
     begin = time.monotonic()
     codes = workers.join(30)
@@ -98,16 +98,16 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Ru
     last = steps if done < steps else done + 5
     again = Workers(case, servers, home, last, 2, local=2, relay=RELAY, session="2")
     assert again.join() == [0, 0], again.errors()
-    for mine, expected in zip((losses(log) for log in workers.logs), whole):
+    for seen, expected in zip((losses(log) for log in workers.logs), whole):
         common = [s for s in expected if s != "end" or last == steps]
-        assert {s: mine[s] for s in common} == {s: expected[s] for s in common}
+        assert {s: seen[s] for s in common} == {s: expected[s] for s in common}
 
 
-def test_what_cannot_be_is_said():
+def test_a_relay_without_servers_or_memory_is_refused():
     model, optimizer = build(Case())
     with pytest.raises(ConfigError, match=r"`relay` is an option of Servers\n"):
         roadtrain.place(model, optimizer, relay="1GiB")
-    words = r"a relay of 1 worker\(s\) .* needs at least \d+ MiB of memory, but has only 1"
-    with pytest.raises(BudgetError, match=words):
+    message = r"a relay of 1 worker\(s\) .* needs at least \d+ MiB of memory, but has only 1"
+    with pytest.raises(BudgetError, match=message):
         roadtrain.place(model, optimizer, store=Servers(["127.0.0.1:1"], relay="1MiB"))
     assert all(not p.is_meta for p in model.parameters())

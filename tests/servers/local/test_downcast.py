@@ -1,5 +1,5 @@
-"""Gradients that travel in 16 bits (`grad_dtype`): the same bits as a plain loop whose gradients
-are rounded to them, through whatever they travel (Rules 1 and 2), and half the bytes."""
+"""Gradients sent in 16 bits (`grad_dtype`) give the bits of a plain loop with rounded gradients on
+every route (Rules 1 and 2) and take half the bytes."""
 
 import hashlib
 import math
@@ -27,7 +27,7 @@ STEPS = 4
 BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN = Case(sgd=True)
 ALL = Case(sgd=True, clip=0.5, accumulate=2, groups=True)
-SMALL = {1: 25 << 20, 2: 34 << 20}  # of which gradients of four chunks a worker can have a buffer
+SMALL = {1: 25 << 20, 2: 34 << 20}  # leaves a worker gradient buffers for four chunks
 
 
 def downcast(dtype):
@@ -44,23 +44,24 @@ class Skipped:
     def zero_grad(self): ...
 
 
-def squares(where, grads):
-    """name -> sum of squares, added as servers do: over the segments of what lies flat."""
-    found = Counter()
-    for chunk in where.trainable:
+def squares(chunk_table, grads):
+    """Return name -> sum of squares, added over the segments of each flat chunk as servers do."""
+    sums = Counter()
+    for chunk in chunk_table.trainable:
         flat = np.zeros(chunk.numel, np.float32)
         for span in chunk.spans:
-            part = grads[where.params[span.param].name].flatten().numpy()
+            part = grads[chunk_table.params[span.param].name].flatten().numpy()
             flat[span.start : span.stop] = part[span.origin : span.origin + span.stop - span.start]
         for param, a, b in chunk.segments:
-            found[where.params[param].name] += sum_squares(flat[a:b], "fp32")
-    return found
+            sums[chunk_table.params[param].name] += sum_squares(flat[a:b], "fp32")
+    return sums
 
 
 def plain(case, workers, dtype):
-    """In torch alone, but for the order in which a norm is summed. Every gradient is rounded when a
-    backward pass has it, then all is fp32. One worker's root block is torch's own until step(),
-    where it leaves: rounded once.
+    """Train in torch alone, except for the order in which a norm is summed.
+
+    Every gradient is rounded as soon as a backward pass has computed it; the rest is fp32. The root
+    block of a single worker stays in torch until step() sends it, so it is rounded once.
     """
     model, optimizer = build(case)
     params, scaler = dict(model.named_parameters()), new_scaler(case)
@@ -68,22 +69,22 @@ def plain(case, workers, dtype):
     for name, p in params.items():
         if name not in late:
             p.register_hook(lambda grad: grad.to(dtype).float())
-    where = table(split(model, None), dict.fromkeys(params.values(), 0), None, 1 << 16)
-    found = [[] for _ in range(workers)]
+    chunk_table = table(split(model, None), dict.fromkeys(params.values(), 0), None, 1 << 16)
+    loss_lists = [[] for _ in range(workers)]
     for step in range(STEPS):
         total = {}
         for rank in range(workers):
             seed = 1000 + step * workers + rank
             loss = one_step(replace(case, clip=None), model, Skipped(), scaler, step, seed=seed)
-            found[rank].append(loss)
+            loss_lists[rank].append(loss)
             for name, p in params.items():
                 total[name] = p.grad if rank == 0 else total[name] + p.grad
                 p.grad = None
         mean = {name: grad / workers for name, grad in total.items()}
         if case.clip is not None:
-            of = squares(where, mean)
+            sums = squares(chunk_table, mean)
             norms = [
-                torch.linalg.vector_norm(mean[n]) if n in late else torch.tensor(math.sqrt(of[n]))
+                torch.linalg.vector_norm(mean[n]) if n in late else torch.tensor(math.sqrt(sums[n]))
                 for n in params
             ]
             factor = torch.clamp(
@@ -99,8 +100,8 @@ def plain(case, workers, dtype):
         b"".join(params[n].detach().numpy().tobytes() for n in sorted(params))
     ).hexdigest()
     logs = [
-        {str(i + 1): {f"{loss.hex()} {(0.0).hex()}"} for i, loss in enumerate(mine)}
-        for mine in found
+        {str(i + 1): {f"{loss.hex()} {(0.0).hex()}"} for i, loss in enumerate(worker_losses)}
+        for worker_losses in loss_lists
     ]
     logs[0]["end"] = {whole}
     return logs
@@ -108,9 +109,11 @@ def plain(case, workers, dtype):
 
 def trained(case, servers, home, workers, **options):
     home.mkdir(exist_ok=True)
-    ran = Workers(case, [h.where for h in servers], home, STEPS, workers, norms=False, **options)
-    assert ran.join() == [0] * workers, ran.errors()
-    return [losses(log) for log in ran.logs], ran.notes()
+    running = Workers(
+        case, [h.where for h in servers], home, STEPS, workers, norms=False, **options
+    )
+    assert running.join() == [0] * workers, running.errors()
+    return [losses(log) for log in running.logs], running.notes()
 
 
 @pytest.mark.parametrize(
@@ -125,30 +128,30 @@ def trained(case, servers, home, workers, **options):
     ],
     ids=str,
 )
-def test_the_same_bits_as_plain_torch_with_rounded_gradients(
+def test_training_has_the_bits_of_plain_torch_with_rounded_gradients(
     case, workers, servers, dtype, options, hosts, tmp_path
 ):
-    found, said = trained(
+    loss_logs, notes = trained(
         case, hosts(servers), tmp_path, workers, compress=downcast(dtype), **options
     )
-    assert found == plain(case, workers, dtype)
-    assert f"lossy: gradients travel as {'bf16' if dtype == BF16 else 'fp16'}" in said  # Rule 2
+    assert loss_logs == plain(case, workers, dtype)
+    assert f"lossy: gradients travel as {'bf16' if dtype == BF16 else 'fp16'}" in notes  # Rule 2
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_spilled_gradients_too(workers, hosts, tmp_path):
+def test_spilled_gradients_are_rounded_alike(workers, hosts, tmp_path):
     (host,) = hosts(1, budget=SMALL[workers], fault=("spills",))
-    ran = Workers(
+    running = Workers(
         ALL, [host.where], tmp_path, STEPS, workers, norms=False, compress=Downcast("bf16")
     )
-    assert ran.join() == [0] * workers, ran.errors()
+    assert running.join() == [0] * workers, running.errors()
     assert "spilled a gradient" in host.log.read_text(), "a smaller budget"
-    assert [losses(log) for log in ran.logs] == plain(ALL, workers, BF16)
+    assert [losses(log) for log in running.logs] == plain(ALL, workers, BF16)
 
 
-def test_late_ones_too(hosts, tmp_path):
-    """Staleness 1, and gradients that come before their step's turn: the same with any servers,
-    and not as in fp32."""
+def test_late_gradients_are_rounded_alike(hosts, tmp_path):
+    """With staleness 1 and gradients that arrive before their step is due, the losses do not depend
+    on the number of servers, and differ from those in fp32."""
     case, results = Case(eager=True, staleness=1, groups=True), []
     for i, (n, budget, dtype) in enumerate(
         [(1, SMALL[2], BF16), (2, 96 << 20, BF16), (1, 96 << 20, None)]
@@ -161,7 +164,7 @@ def test_late_ones_too(hosts, tmp_path):
     assert results[0] == results[1] != results[2]
 
 
-def test_gradients_of_16_bit_parameters_go_as_they_are(hosts, tmp_path):
+def test_gradients_of_16_bit_parameters_are_sent_unchanged(hosts, tmp_path):
     case = Case(dtype=BF16, eager=True)
     first, second = (
         trained(case, hosts(1), tmp_path / str(dtype), 2, compress=downcast(dtype))[0]
@@ -170,7 +173,7 @@ def test_gradients_of_16_bit_parameters_go_as_they_are(hosts, tmp_path):
     assert first == second
 
 
-def test_half_the_bytes_travel(hosts, monkeypatch):
+def test_a_downcast_halves_the_bytes_sent(hosts, monkeypatch):
     pushed = Counter()
     post = RemoteServer._post
 
@@ -200,15 +203,15 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
 
 def test_a_downcast_without_servers_is_refused():
     model, optimizer = build(PLAIN)
-    words = r"Downcast\('bf16'\) has no effect without servers"
-    with pytest.raises(ConfigError, match=words) as caught:
+    message = r"Downcast\('bf16'\) has no effect without servers"
+    with pytest.raises(ConfigError, match=message) as caught:
         roadtrain.place(model, optimizer, report=lambda _: None, compress=Downcast("bf16"))
     assert "hint: " in str(caught.value)
 
 
-def test_a_job_says_so_and_its_verify_compares_all(hosts, tmp_path):
-    """The key reaches place(); verify's own servers are in its process, where no gradient
-    travels."""
+def test_a_job_reports_its_downcast_and_verify_compares_everything(hosts, tmp_path):
+    """The key reaches place(). The servers of verify run in its own process, so it sends no
+    gradient and reports no loss of precision."""
     text = tmp_path / "text.txt"
     text.write_text("Is it the same? " * 2000)
     config = {
@@ -229,10 +232,10 @@ def test_a_job_says_so_and_its_verify_compares_all(hosts, tmp_path):
             "compress": {"downcast": "bf16"},
         }
     )
-    said = []
-    place_job(job, said.append).optimizer.close()
-    assert "lossy: gradients travel as bf16" in said
-    said.clear()
-    assert verify.verify(job, 2, said.append)
-    assert sum("are bit-identical" in line for line in said) == 2
-    assert not any("lossy" in line for line in said)
+    lines = []
+    place_job(job, lines.append).optimizer.close()
+    assert "lossy: gradients travel as bf16" in lines
+    lines.clear()
+    assert verify.verify(job, 2, lines.append)
+    assert sum("are bit-identical" in line for line in lines) == 2
+    assert not any("lossy" in line for line in lines)

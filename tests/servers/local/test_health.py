@@ -1,5 +1,5 @@
-"""`roadtrain status` of servers: who is there, what each waits for and since when, while they
-train (Rule 5)."""
+"""`roadtrain status` of servers that train: which workers are connected, what each process waits for
+and for how long (Rule 5)."""
 
 import os
 import re
@@ -24,8 +24,8 @@ def host(tmp_path):
     host.kill()
 
 
-def asked(capsys, where, token_file, until, deadline_s=30.0):
-    """What the command prints, once `until` is found in it."""
+def status_matching(capsys, where, token_file, until, deadline_s=30.0):
+    """Run the command until its output matches `until`, and return that output."""
     begin, out = time.monotonic(), ""
     while time.monotonic() - begin < deadline_s:
         cli.main(["status", where, "--token-file", str(token_file)])
@@ -36,14 +36,14 @@ def asked(capsys, where, token_file, until, deadline_s=30.0):
     raise AssertionError(f"no {until!r} in: {out}")
 
 
-def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys):
+def test_a_stopped_worker_is_named_by_each_process_that_waits_for_it(host, tmp_path, capsys):
     token = tmp_path / "token"
-    asked(capsys, host.where, token, "server 0.*no session: waiting for workers")
+    status_matching(capsys, host.where, token, "server 0.*no session: waiting for workers")
     workers = Workers(Case(clip=0.5), [host.where], tmp_path, 100000, 2, token=SECRET)
     try:
-        asked(capsys, host.where, token, "step [1-9].* 2 worker")
+        status_matching(capsys, host.where, token, "step [1-9].* 2 worker")
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
-        out = asked(
+        out = status_matching(
             capsys,
             host.where,
             token,
@@ -52,11 +52,11 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
         server = re.search(
             r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) waits for no server", out
         )[1]
-        assert "worker 1 (127.0.0.1)" in server, "the server says whom it waits for"
+        assert "worker 1 (127.0.0.1)" in server, "the server does not name the worker it waits for"
         before = re.search(r"step (\d+),", server)[1]
         os.kill(workers.processes[1].pid, signal.SIGCONT)
-        # being asked disturbed nothing
-        asked(capsys, host.where, token, rf"step (?!{before},)\d+, 2 worker")
+        # the status requests did not disturb training
+        status_matching(capsys, host.where, token, rf"step (?!{before},)\d+, 2 worker")
     finally:
         for process in workers.processes:
             process.kill()
@@ -64,7 +64,7 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
 
 
 # Rule 8
-def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tmp_path, capsys):
+def test_a_silent_server_is_named_and_a_wrong_token_is_refused(host, tmp_path, capsys):
     write_token(tmp_path / "other")
     assert (
         cli.main(["status", f"{host.where},127.0.0.1:1", "--token-file", str(tmp_path / "token")])
@@ -76,12 +76,12 @@ def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tm
     assert "token does not match" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_session_that_is_not_complete_says_who_is_missing(host, tmp_path, capsys):
+def test_an_incomplete_session_names_the_missing_worker(host, tmp_path, capsys):
     workers = Workers(Case(), [host.where], tmp_path, 100000, 2, token=SECRET, retry_s=60)
     try:
-        os.kill(workers.processes[0].pid, signal.SIGSTOP)  # before it could connect, or soon after
+        os.kill(workers.processes[0].pid, signal.SIGSTOP)  # before it connects or soon afterwards
         waits = r"(?=.*of worker 0).*(the opened store|\d worker\(s\))"
-        asked(capsys, host.where, tmp_path / "token", waits, deadline_s=60)
+        status_matching(capsys, host.where, tmp_path / "token", waits, deadline_s=60)
     finally:
         for process in workers.processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of a write or sync, and at random moments: the same command goes on and
+"""After a SIGKILL during a write or sync, or at a random moment, the same command resumes and
 repeats the same losses (Rule 3)."""
 
 import os
@@ -18,17 +18,17 @@ STEPS = 150
 
 
 def child(case, store, log, steps, early=False, strike=None):
-    """Trains up to `steps` and writes every step's loss down. `strike` counts from the start if
-    `early`, else from its first step."""
+    """Train up to `steps` and log each step's loss. `strike` counts calls from the start if `early`,
+    else from the first step."""
 
-    def begin_to_count():
+    def install_strike():
         shadow = Path(f"{log}.shadow")
         shadow.mkdir(exist_ok=True)
         Power(shadow, [log.parent], [strike]).install()
 
     torch.set_num_threads(1)
     if strike is not None and early:
-        begin_to_count()
+        install_strike()
     model, placed, scaler = place(case, store, host_budget="64MiB", chunk_elements=1 << 16)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     first = placed.steps_done + 1
@@ -36,11 +36,11 @@ def child(case, store, log, steps, early=False, strike=None):
         loss = one_step(case, model, placed, scaler, placed.steps_done)
         os.write(out, f"{placed.steps_done} {loss.hex()}\n".encode())
         if strike is not None and not early and placed.steps_done == first:
-            begin_to_count()
+            install_strike()
     placed.close()
 
 
-def trained(*args):
+def run_child(*args):
     process = FORK.Process(target=child, args=args)
     process.start()
     process.join()
@@ -48,7 +48,7 @@ def trained(*args):
 
 
 def read(log):
-    """step -> the losses that were seen for it."""
+    """Return step -> the losses logged for it."""
     seen = {}
     if log.exists():
         for line in log.read_text().splitlines():
@@ -57,7 +57,7 @@ def read(log):
     return seen
 
 
-def killed_at_a_call(rng, early, args):
+def kill_at_a_call(rng, early, args):
     action = rng.choice(["kill before", "kill half", "kill after"])
     kind = "write" if action == "kill half" else rng.choice(["write", "sync"])
     strike = Strike(kind, rng.randrange({"write": 40, "sync": 8}[kind]), action, "store")
@@ -67,8 +67,8 @@ def killed_at_a_call(rng, early, args):
     assert process.exitcode == -signal.SIGKILL, process.exitcode
 
 
-def killed_at_a_moment(rng, early, args):
-    """While it starts, or after some new step."""
+def kill_at_a_moment(rng, early, args):
+    """Kill the child while it starts if `early`, else after a new step."""
     log = args[2]
     before = max(read(log), default=0)
     process = FORK.Process(target=child, args=args)
@@ -84,8 +84,8 @@ def killed_at_a_moment(rng, early, args):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "killed",
-    [killed_at_a_call, pytest.param(killed_at_a_moment, marks=pytest.mark.exhaustive)],
+    "kill",
+    [kill_at_a_call, pytest.param(kill_at_a_moment, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize(
     ("name", "case", "dirs"),
@@ -97,14 +97,14 @@ def killed_at_a_moment(rng, early, args):
     ],
 )
 @pytest.mark.parametrize("kills", [5, pytest.param(10, marks=pytest.mark.exhaustive)])
-def test_kills_change_no_loss(name, case, dirs, killed, kills, tmp_path):
+def test_kills_change_no_loss(name, case, dirs, kill, kills, tmp_path):
     rng, log = random.Random(name), tmp_path / "killed.log"
     store = [tmp_path / f"store{i}" for i in range(dirs)]
-    for number in range(kills):  # one in five while it starts
-        killed(rng, number % 5 == 4, (case, store, log, STEPS * 10))
+    for number in range(kills):  # every fifth kill hits the start
+        kill(rng, number % 5 == 4, (case, store, log, STEPS * 10))
     last = max(read(log)) + 5
-    trained(case, store, log, last)
-    trained(case, None, tmp_path / "whole.log", last)
+    run_child(case, store, log, last)
+    run_child(case, None, tmp_path / "whole.log", last)
     seen = read(log)
     assert set(range(1, last + 1)) == set(seen), "a step is missing"
     for step, losses in seen.items():

@@ -1,6 +1,6 @@
-"""In which order a worker speaks: an update is released right behind its chunk's gradient, and
-nothing is said of a gradient that is still on its way from the device (there is none here:
-copies are made slow)."""
+"""Order of a worker's messages: each update is released right after its chunk's gradient, and no
+message mentions a gradient that is still being copied from the device. There is no device here, so
+the copies are made slow."""
 
 import time
 
@@ -15,8 +15,8 @@ from roadtrain.servers.worker import Worker
 from tests.support.models import Case, Net, contents, new_scaler, place, run
 
 
-def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
-    said, case = [], Case(eager=True)
+def test_each_chunk_is_released_right_after_its_gradient(monkeypatch):
+    sent, case = [], Case(eager=True)
     model = Net(width=256)
     placed = roadtrain.place(
         model,
@@ -27,25 +27,27 @@ def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
     )
     with placed:
         for link in placed.session.worker.links.values():
-            monkeypatch.setattr(link, "send", lambda m, send=link.send: (said.append(m), send(m)))
+            monkeypatch.setattr(link, "send", lambda m, send=link.send: (sent.append(m), send(m)))
         run(case, model, placed, new_scaler(case), 0, 2)
     blocks = {c.id: c.block for c in placed.table.chunks}
-    spoken = [
+    pairs = [
         (type(m).__name__, m.chunk)
-        for m in said
+        for m in sent
         if isinstance(m, (messages.Push, messages.ApplyUpdate)) and blocks[m.chunk]
     ]
     # blocks of several chunks
-    assert len({chunk for _, chunk in spoken}) > 2 * len(set(blocks.values()))
-    for (kind, chunk), (other, same) in zip(spoken[::2], spoken[1::2], strict=True):
+    assert len({chunk for _, chunk in pairs}) > 2 * len(set(blocks.values()))
+    for (kind, chunk), (other, same) in zip(pairs[::2], pairs[1::2], strict=True):
         assert (kind, other, chunk) == ("Push", "ApplyUpdate", same)
 
 
 @pytest.fixture
 def slow_copies(monkeypatch):
-    """As if gradients came from a device: `from_device` gives an event, the worker's own thread
-    waits for it; and as if each copy to the device still ran when its host side is to be written
-    again. Nobody waits with the lock.
+    """Simulate copies to and from a device.
+
+    `from_device` returns an event for which a thread of the worker waits, and each copy to the
+    device still runs when its host buffer is about to be written again. No thread waits with the
+    lock.
     """
     workers = []
 
@@ -54,16 +56,17 @@ def slow_copies(monkeypatch):
             assert not any(worker._lock._is_owned() for worker in workers)
             time.sleep(0.005)
 
-    made = Worker.__init__
+    real_init = Worker.__init__
 
-    def started(self, *args, **options):
-        made(self, *args, **options)
+    def init(self, *args, **options):
+        real_init(self, *args, **options)
         self._after = {
-            of: CopyCallbacks(f"worker {of}", self._copy_failed) for of in ("push", "pull")
+            direction: CopyCallbacks(f"worker {direction}", self._copy_failed)
+            for direction in ("push", "pull")
         }
         workers.append(self)
 
-    monkeypatch.setattr(Worker, "__init__", started)
+    monkeypatch.setattr(Worker, "__init__", init)
     monkeypatch.setattr(HostBuffer, "from_device", lambda self, nbytes: Event())
     monkeypatch.setattr(HostBuffer, "copying", lambda self: Event())
 
@@ -80,15 +83,15 @@ def slow_copies(monkeypatch):
     ],
     ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"],
 )
-def test_nothing_is_said_of_a_gradient_before_it_has_left(case, options, request):
-    found = []
+def test_no_message_mentions_a_gradient_before_its_copy_has_ended(case, options, request):
+    results = []
     for slow in (False, True):
         if slow:
             request.getfixturevalue("slow_copies")
         model, placed, scaler = place(case, None, **options)
         with placed:
             losses = run(case, model, placed, scaler, 0, 5)
-            found.append(
+            results.append(
                 (losses, {name: value.tobytes() for name, value in contents(model, placed).items()})
             )
-    assert found[0] == found[1]
+    assert results[0] == results[1]

@@ -1,5 +1,5 @@
-"""`replicas = 2`: every chunk has a second server that applies the same pushes, so one dead
-server, with all it held, costs no step and no bit (Rules 1 and 3)."""
+"""With `replicas = 2` every chunk has a second server that applies the same pushes, so losing a
+server and its contents costs no step and changes no bit (Rules 1 and 3)."""
 
 import random
 import shutil
@@ -19,8 +19,8 @@ STEPS, LONG = 14, Case(clip=0.5, dtype=torch.bfloat16)
 
 
 class Cluster:
-    """Three servers; `lose` one as if its host was gone, `back` gives it an empty directory at
-    the same address."""
+    """Several servers. `lose` kills servers as if their hosts were gone; `restart` starts them again
+    at the same addresses."""
 
     def __init__(self, home, n=3):
         self.home, self.sessions = home, 0
@@ -50,7 +50,7 @@ class Cluster:
             if not keep:
                 shutil.rmtree(self.hosts[number].directory, ignore_errors=True)
 
-    def back(self, *numbers, **options):
+    def restart(self, *numbers, **options):
         for number in numbers:
             port = int(self.where[number].split(":")[1])
             self.hosts[number] = HostProcess(self.home / f"host{number}", port=port, **options)
@@ -62,22 +62,22 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path):
-    made = []
+    clusters = []
 
     def make(n=3):
-        home = tmp_path / f"cluster{len(made)}"
+        home = tmp_path / f"cluster{len(clusters)}"
         home.mkdir()
-        made.append(Cluster(home, n))
-        return made[-1]
+        clusters.append(Cluster(home, n))
+        return clusters[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for started in clusters:
+        started.close()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of two workers with one server, no replicas, nothing happening to it."""
+    """Losses of two workers with one server, without replicas or faults."""
     home = tmp_path_factory.mktemp("whole")
     host = HostProcess(home / "host")
     workers = Workers(LONG, [host.where], home, STEPS, 2)
@@ -88,7 +88,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The losses of one worker in memory."""
+    """Losses of one worker that trains in memory."""
     model, placed, scaler = place(LONG, None)
     with placed:
         steps = [
@@ -97,9 +97,8 @@ def alone(tmp_path_factory):
     return [{str(i + 1): {f"{loss.hex()} {norm.hex()}"} for i, (loss, norm) in enumerate(steps)}]
 
 
-def same(workers, reference, steps=STEPS):
-    """Every step up to `steps` was seen, whenever it was repeated with the same loss, and that
-    is the reference's."""
+def assert_same_losses(workers, reference, steps=STEPS):
+    """Check that every step up to `steps` was logged with the reference's loss each time."""
     for log, whole in zip(workers.logs, reference):
         seen = losses(log)
         assert {int(s) for s in seen if s != "end"} >= set(range(1, steps + 1)), "a step is missing"
@@ -138,25 +137,27 @@ def test_the_losses_are_those_without_replicas(case, cluster, tmp_path):  # Rule
     "victim", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
 )
 # Rules 3 and 6
-def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, cluster, tmp_path):
-    """It dies with what it held; the run goes on without it; it comes back empty, and then
-    another one dies."""
+def test_a_lost_server_is_left_out_and_refilled_later(victim, undisturbed, cluster, tmp_path):
+    """A server dies with its contents and the run continues without it; then it restarts empty, and
+    another server dies."""
     three, lost = cluster(), [tmp_path / name for name in ("first", "second")]
     running = three.start(STEPS, until=(STEPS // 2 - 1, lost[0]))
     wait_for_step(running, 3)
     three.lose(victim)
     lost[0].touch()
     assert set(running.join(60)) == {3}
-    # a worker may hear first of the other, which ended because of the server
-    told = running.errors()
-    assert any(f"server {victim}" in e for e in told), told
-    assert all(f"server {victim}" in e or "was lost before step" in e for e in told), told
+    # a worker may first notice the loss of the other worker, which ended because of the server
+    errors = running.errors()
+    assert any(f"server {victim}" in error for error in errors), errors
+    assert all(
+        f"server {victim}" in error or "was lost before step" in error for error in errors
+    ), errors
     running = three.train(STEPS // 2)
     assert [n for n in running.notes() if "left out" in n and f"server {victim}" in n], (
         running.notes()
     )
 
-    three.back(victim)
+    three.restart(victim)
     running = three.start(STEPS, until=(STEPS - 1, lost[1]))
     wait_for_step(running, STEPS // 2 + 2)
     three.lose((victim + 1) % 3)
@@ -166,13 +167,13 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
         running.notes()
     )
     running = three.train(STEPS)
-    same(running, undisturbed)
+    assert_same_losses(running, undisturbed)
     assert losses(running.logs[0])["end"] >= undisturbed[0]["end"], "parameters or moments differ"
 
 
 @pytest.mark.timeout(300)
-def test_what_a_late_server_missed_is_filled_up(cluster, tmp_path):
-    """One that comes back with an older store, of a case whose weights part lags and where steps
+def test_a_server_that_missed_steps_is_refilled(cluster, tmp_path):
+    """The server restarts with an older store. In this case the weights part lags, and some steps
     update nothing."""
     case = Case(dtype=torch.bfloat16, frozen=True, scaler=True, staleness=1)
     host = HostProcess(tmp_path / "one")
@@ -182,15 +183,15 @@ def test_what_a_late_server_missed_is_filled_up(cluster, tmp_path):
     three = cluster()
     three.train(2, case=case)
     three.lose(1, keep=True)
-    three.train(3, case=case)  # step 3 is the one that the scaler skips
-    three.back(1)
+    three.train(3, case=case)  # the scaler skips step 3
+    three.restart(1)
     running = three.train(6, case=case)
     assert any("server 1" in n and "being refilled at step 3" in n for n in running.notes()), (
         running.notes()
     )
     three.lose(2)
     running = three.train(9, case=case)
-    same(running, [losses(log) for log in plain.logs], 9)
+    assert_same_losses(running, [losses(log) for log in plain.logs], 9)
     assert losses(running.logs[0])["end"] >= losses(plain.logs[0])["end"]
 
 
@@ -205,7 +206,7 @@ def test_two_dead_servers_are_refused_and_named(cluster):
         running.errors()
     )
     for number in (0, 1):
-        three.back(number)
+        three.restart(number)
     running = three.start(4, **soon)
     assert set(running.join()) == {3}
     error = running.errors()[0]
@@ -225,8 +226,8 @@ def test_another_number_of_replicas_is_refused(cluster):
 
 
 def test_a_dead_server_costs_no_link_to_a_living_one(alone, cluster, monkeypatch):  # Rule 3
-    """An answer to server 0 finds the link of server 1 lost, before anybody has heard of it. Server
-    0 hears nevertheless that it may go on without the other."""
+    """The worker finds the link to server 1 lost while it answers server 0, before the loss has been
+    reported. Server 0 still receives the permission to continue alone."""
     two, held = cluster(2), []
     servers = roadtrain.Servers(two.where, replicas=2)
     model, placed, scaler = place(LONG, servers, deadline_s=20, chunk_elements=1 << 16)
@@ -249,11 +250,11 @@ def test_a_dead_server_costs_no_link_to_a_living_one(alone, cluster, monkeypatch
             time.sleep(0.01)
         monkeypatch.setattr(worker.links[1], "send", lost)
         for message in held:
-            worker.deliver(message)  # as a link's thread does; what is raised ends the link
+            worker.deliver(message)  # as a link's thread does; an exception ends the link
         two.lose(1)
         with pytest.raises(LostError, match="step 3, sending: server 1: ended without a goodbye"):
             closing.result(30)
-    two.back(1)
+    two.restart(1)
     later = losses(two.train(4, workers=1).logs[0])
     assert later.keys() == {"3", "4", "end"} and later["4"] == alone[0]["4"]
 
@@ -264,8 +265,8 @@ def test_a_dead_server_costs_no_link_to_a_living_one(alone, cluster, monkeypatch
     [pytest.param(seed, marks=pytest.mark.exhaustive if seed > 2 else ()) for seed in range(6)],
 )
 def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
-    """Two kills, the second maybe at the start, while what was lost is filled up: then of the
-    same server."""
+    """Kill servers twice. The second kill may happen at the start, during the refill; it then hits
+    the same server."""
     rng, cluster = random.Random(seed), cluster(2 + seed % 2)
     victim = None
     for _ in range(2):
@@ -283,13 +284,14 @@ def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
             and time.monotonic() < until
         ):
             time.sleep(0.02)
-        if running.processes[0].is_alive():  # it had not met the server yet, and goes on without it
+        # the worker had not connected to the server yet and continues without it
+        if running.processes[0].is_alive():
             assert newest(running) >= died + 4, "it hangs"
             running.processes[0].kill()
         running.join(60)
-        cluster.back(victim)
+        cluster.restart(victim)
     running = cluster.train(max(STEPS, newest(running) + 1), workers=1)
-    same(running, alone)
+    assert_same_losses(running, alone)
     assert all(len(v) == 1 for s, v in losses(running.logs[0]).items()), (
         "a step was repeated with another loss"
     )

@@ -1,5 +1,5 @@
-"""How a server comes out of a session, whatever happened in it: what went wrong is said, and the
-next session gets in (Rule 5). And how workers wait for a store that takes long to make."""
+"""State of a server after a session, whatever happened in it: the failure is reported, and the next
+session is accepted (Rule 5). Also how workers wait for a store that takes long to create."""
 
 import os
 import queue
@@ -26,25 +26,26 @@ from tests.support.processes import Workers, free_port, losses
 
 @pytest.fixture
 def host(tmp_path):
-    """One that serves in this process, so that tests can break it; `lines`: what it said."""
-    made = []
+    """Make servers that run in this process, so that tests can break them. `lines` holds the lines that
+    a server printed."""
+    servers = []
 
     def make(**options):
         lines = []
-        one = SessionHost(
+        server = SessionHost(
             ("127.0.0.1", 0), tmp_path / "store", 96 << 20, TcpOptions(), lines.append, **options
         )
-        one.lines = lines
-        thread = threading.Thread(target=one.run)
+        server.lines = lines
+        thread = threading.Thread(target=server.run)
         thread.start()
-        made.append((one, thread))
-        return one
+        servers.append((server, thread))
+        return server
 
     yield make
-    for one, thread in made:
-        one.stop()
+    for server, thread in servers:
+        server.stop()
         thread.join()
-        one.__exit__()
+        server.__exit__()
 
 
 def wait_for(ready, what, seconds=30):
@@ -60,20 +61,20 @@ def run(host, tmp_path, name, workers=1, steps=2, **options):
     return Workers(Case(), [host.where], home, steps, workers, session=name, **options)
 
 
-def trains(host, tmp_path, name):
-    """Another session gets in and trains."""
+def check_next_session_trains(host, tmp_path, name):
+    """Check that another session is accepted and trains."""
     again = run(host, tmp_path, name, steps=4, retry_s=40)
     assert again.join() == [0], again.errors()
 
 
 class Mute:
-    """A link that leads nowhere."""
+    """A link without a peer; it records the messages."""
 
     def __init__(self, peer="somebody"):
-        self.peer, self.said = peer, []
+        self.peer, self.sent_messages = peer, []
 
     def send(self, kind, header, parts=(), sent=None, *, urgent=False):
-        self.said.append((kind, m.header(kind, header)))
+        self.sent_messages.append((kind, m.header(kind, header)))
 
     def close(self): ...
 
@@ -83,62 +84,62 @@ def hello(rank, workers=2):
 
 
 def test_a_refused_join_leaves_the_server_free(host, tmp_path, monkeypatch):
-    one = host()
+    server = host()
 
     def damaged(directory):
         raise DamagedError(f"{directory}/CURRENT: its checksum does not match")
 
     monkeypatch.setattr(hosted_store, "held_in", damaged)
-    refused = run(one, tmp_path, "refused")
+    refused = run(server, tmp_path, "refused")
     assert refused.join() == [3]
     assert "CURRENT" in refused.errors()[0], refused.errors()
-    wait_for(lambda: one.session is None, "the server to be free")
+    wait_for(lambda: server.session is None, "the server to be free")
     monkeypatch.undo()
-    trains(one, tmp_path, "again")
+    check_next_session_trains(server, tmp_path, "again")
 
 
 @pytest.mark.parametrize("where", ["create_part", "derive_server", "Server"])
 def test_a_server_that_fails_while_it_opens(where, host, tmp_path, monkeypatch):
-    """Also with what is no error of ours, such as having no thread to start."""
-    one, real = host(), getattr(server_session, where)
+    """This includes errors from outside the package, such as a thread that cannot be started."""
+    server, real = host(), getattr(server_session, where)
 
     def broken(*_, **__):
         monkeypatch.setattr(server_session, where, real)
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(server_session, where, broken)
-    told = run(one, tmp_path, "told", workers=1, deadline_s=5)
-    assert told.join() == [3]
-    assert "can't start new thread" in told.errors()[0], told.errors()
-    trains(one, tmp_path, "again")
+    failing = run(server, tmp_path, "failing", workers=1, deadline_s=5)
+    assert failing.join() == [3]
+    assert "can't start new thread" in failing.errors()[0], failing.errors()
+    check_next_session_trains(server, tmp_path, "again")
 
 
 def test_a_stopped_worker_does_not_keep_the_server(host, tmp_path):
-    one = host(silent_s=3)
-    stopped = run(one, tmp_path, "stopped", steps=10_000)
+    server = host(silent_s=3)
+    stopped = run(server, tmp_path, "stopped", steps=10_000)
     wait_for(lambda: len(losses(stopped.logs[0])) > 2, "some steps")
     (process,) = stopped.processes
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        trains(one, tmp_path, "again")
-        assert any("worker 0 has been silent" in line for line in one.lines), one.lines
+        check_next_session_trains(server, tmp_path, "again")
+        assert any("worker 0 has been silent" in line for line in server.lines), server.lines
     finally:
         os.kill(process.pid, signal.SIGCONT)
     assert stopped.join() == [3]
     assert "silent" in stopped.errors()[0] or "LostError" in stopped.errors()[0]
 
 
-def test_who_joins_and_never_speaks_does_not_keep_the_server(host, tmp_path):
-    one = host(silent_s=2)
-    one._accept(Mute(), hello(1))
-    assert one.session is not None
-    wait_for(lambda: one.lines, "word of the session's end")
-    assert "worker 1 has been silent" in one.lines[0]
-    assert one.session is None, "the server is free"
+def test_a_worker_that_joins_and_sends_nothing_does_not_keep_the_server(host, tmp_path):
+    server = host(silent_s=2)
+    server._accept(Mute(), hello(1))
+    assert server.session is not None
+    wait_for(lambda: server.lines, "word of the session's end")
+    assert "worker 1 has been silent" in server.lines[0]
+    assert server.session is None, "the server is free"
 
 
-def test_a_server_that_stood_still_itself_does_not_look_at_once(monkeypatch):
-    """What its workers have sent meanwhile is not read yet, so all of them look silent."""
+def test_a_server_that_was_stopped_itself_does_not_check_silence_at_once(monkeypatch):
+    """It has not yet read the messages that arrived meanwhile, so all workers look silent."""
     now, looks, waits = [0.0], [], iter([1.0, 90.0, 1.0])
 
     class Ended:
@@ -155,27 +156,27 @@ def test_a_server_that_stood_still_itself_does_not_look_at_once(monkeypatch):
 
 
 def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
-    one = host(silent_s=5)
-    workers = run(one, tmp_path, "slow", steps=2, deadline_s=30)
+    server = host(silent_s=5)
+    workers = run(server, tmp_path, "slow", steps=2, deadline_s=30)
     assert workers.join() == [0], workers.errors()
     served = connection.WorkerConnection(None, 0, Mute())
     served.last_seen -= 100
     assert served.silent_for(5) > 99
-    served._handling = True  # the server is at work for it
+    served._handling = True  # the server handles a message of it
     assert served.silent_for(5) == 0
-    served._handling, served._buffered = False, 1  # a frame of it is on its way
+    served._handling, served._buffered = False, 1  # a frame of it is arriving
     assert served.silent_for(5) == 0 and served.silent_for(connection.COMING_S) == 0
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_worker_says_soon_whom_it_waits_for(host, monkeypatch, busy):
-    """Rule 5: which server, at which address, why, and for how long it goes on trying."""
+def test_a_worker_soon_reports_which_server_it_waits_for(host, monkeypatch, busy):
+    """Rule 5. The line names the server, its address, the reason and how long it will retry."""
     for module in (retry, remote_servers):
         monkeypatch.setattr(module, "SAY_SOON_S", 0.2)
     if busy:
-        one = host(silent_s=100)
-        one._accept(Mute(), hello(1))
-        where, why, error = one.where, "busy with a session of 2 worker", BusyError
+        server = host(silent_s=100)
+        server._accept(Mute(), hello(1))
+        where, why, error = server.where, "busy with a session of 2 worker", BusyError
     else:
         where, why, error = f"127.0.0.1:{free_port()}", "nothing listens there", LostError
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
@@ -183,30 +184,33 @@ def test_a_worker_says_soon_whom_it_waits_for(host, monkeypatch, busy):
     lines = []
     with pytest.raises(error):
         roadtrain.place(model, optimizer, store=Servers([where], retry_s=2.0), report=lines.append)
-    said = [line for line in lines if line.startswith("waiting")]
-    assert len(said) == 1 and where in said[0] and why in said[0], lines
-    assert re.search(r"(tried|[Rr]etrying) for another [12] s", said[0])
+    waiting = [line for line in lines if line.startswith("waiting")]
+    assert len(waiting) == 1 and where in waiting[0] and why in waiting[0], lines
+    assert re.search(r"(tried|[Rr]etrying) for another [12] s", waiting[0])
     if busy:
-        one.session.tear_down(LostError("the test is over"))
+        server.session.tear_down(LostError("the test is over"))
 
 
 @pytest.mark.alone
-def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host):
-    """While worker 0's store is being made, another joins at once (it took the handshake's
-    deadline, and died)."""
-    one = host()
-    first = one._accept(Mute(), hello(0))
-    with one.store.storing():  # as while it is made
+def test_a_worker_can_join_while_the_store_is_created(host):
+    """Worker 1 joins at once while worker 0's store is created. It used to wait until the
+    handshake's deadline and then fail."""
+    server = host()
+    first = server._accept(Mute(), hello(0))
+    with server.store.storing():  # held while the store is created
         first.session._doing = "worker 0 to make the store"
         begin = time.monotonic()
-        one._accept(other := Mute(), hello(1))
+        server._accept(other := Mute(), hello(1))
         assert time.monotonic() - begin < 1
-        assert other.said[0][0] == m.WELCOME
+        assert other.sent_messages[0][0] == m.WELCOME
         wait_for(
-            lambda: any(kind == m.PROGRESS for kind, _ in other.said), "word of how far it is", 5
+            lambda: any(kind == m.PROGRESS for kind, _ in other.sent_messages),
+            "word of how far it is",
+            5,
         )
         assert (
-            "make the store" in next(fields for kind, fields in other.said if kind == m.PROGRESS)[0]
+            "make the store"
+            in next(fields for kind, fields in other.sent_messages if kind == m.PROGRESS)[0]
         )
 
 
@@ -225,26 +229,26 @@ def slow_filling(monkeypatch, seconds):
     return moments
 
 
-def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch):
-    """Filling takes longer than their deadline; they hear how far it is."""
-    one = host()
+def test_workers_wait_while_the_store_is_filled(host, tmp_path, monkeypatch):
+    """Filling takes longer than their deadline; the server reports its progress."""
+    server = host()
     pauses = slow_filling(monkeypatch, 1.2)
-    workers = run(one, tmp_path, "slow", workers=2, deadline_s=4, retry_s=0.5)
+    workers = run(server, tmp_path, "slow", workers=2, deadline_s=4, retry_s=0.5)
     assert workers.join() == [0, 0], workers.errors()
     assert pauses[-1] - pauses[0] > 4.5
 
 
-def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
-    """Nothing moves: they end at their deadline, and the server is free once its device answers."""
-    one, go, real = host(), threading.Event(), server_session.create_part
+def test_workers_end_at_their_deadline_without_progress(host, tmp_path, monkeypatch):  # Rule 5
+    """The server is free again once its device answers."""
+    server, go, real = host(), threading.Event(), server_session.create_part
     monkeypatch.setattr(
         server_session,
         "create_part",
         lambda *args, **options: (go.wait(60), real(*args, **options))[1],
     )
-    workers = run(one, tmp_path, "hung", workers=2, deadline_s=3, retry_s=0)
+    workers = run(server, tmp_path, "hung", workers=2, deadline_s=3, retry_s=0)
     assert workers.join() == [3, 3]
     assert all("DeadlineError" in e or "LostError" in e for e in workers.errors()), workers.errors()
     assert any("DeadlineError: waited 3 s" in e for e in workers.errors()), workers.errors()
     go.set()
-    trains(one, tmp_path, "again")
+    check_next_session_trains(server, tmp_path, "again")

@@ -1,6 +1,6 @@
-"""Servers in processes of their own, one worker and several: the same bits whatever serves (Rule
-1), nothing lost when one of them dies (Rule 3), nobody hangs (Rule 5), nobody unasked gets in
-(Rule 8)."""
+"""Servers in separate processes with one or several workers: the bits do not depend on the servers
+(Rule 1), a death loses nothing (Rule 3), no process hangs (Rule 5) and a process without the token
+is refused (Rule 8)."""
 
 import random
 import re
@@ -29,11 +29,11 @@ CASES = {
 OFTEN = ("plain", "clipped, accumulated, groups", "late, clipped, scaler")
 
 
-def of_case(name):
+def marks_of(name):
     return () if name in OFTEN else pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=of_case(name)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 @pytest.mark.parametrize("servers", [2])
 def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule 1
     case = CASES[name]
@@ -44,7 +44,7 @@ def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule
             for i in range(5)
         ]
     workers = Workers(case, [h.where for h in hosts(servers)], tmp_path, 5, 1)
-    # one worker's seeds are those of one_step by itself
+    # a single worker uses the seeds that one_step uses alone
     assert workers.join() == [0], workers.errors()
     seen = losses(workers.logs[0])
     assert [seen[str(i + 1)] for i in range(5)] == [{" ".join(e)} for e in expected]
@@ -53,11 +53,11 @@ def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule
 @pytest.mark.parametrize(
     ("name", "counts"),
     [
-        pytest.param(name, (1, 2, 4) if name == "plain" else (1, 3), marks=of_case(name), id=name)
+        pytest.param(name, (1, 2, 4) if name == "plain" else (1, 3), marks=marks_of(name), id=name)
         for name in CASES
     ],
 )
-def test_three_workers_are_the_same_over_any_servers(name, counts, hosts, tmp_path):  # Rule 1
+def test_losses_of_three_workers_do_not_depend_on_servers(name, counts, hosts, tmp_path):  # Rule 1
     case, results = CASES[name], []
     for servers in counts:
         home = tmp_path / f"with{servers}"
@@ -71,11 +71,13 @@ def test_three_workers_are_the_same_over_any_servers(name, counts, hosts, tmp_pa
         {step: next(iter(v)).split()[-1] for step, v in seen.items() if step != "end"}
         for seen in results[0]
     ]
-    assert norms[0] == norms[1] == norms[2], "every worker knows the norm of the mean"
+    assert norms[0] == norms[1] == norms[2], (
+        "the workers report different norms of the mean gradient"
+    )
 
 
-def test_the_update_takes_the_mean_of_the_workers(hosts, tmp_path):
-    """Against torch: three batches' mean gradient, clipped, AdamW; to rounding."""
+def test_the_update_uses_the_mean_gradient_of_the_workers(hosts, tmp_path):
+    """The losses match torch with the clipped mean gradient of three batches, to rounding."""
     case = Case(clip=0.3)
     workers = Workers(case, [h.where for h in hosts(2)], tmp_path, 4, 3)
     assert workers.join() == [0, 0, 0], workers.errors()
@@ -83,9 +85,9 @@ def test_the_update_takes_the_mean_of_the_workers(hosts, tmp_path):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     for step in range(4):
-        found = []
+        batch_losses = []
         for rank in range(3):
-            found.append(
+            batch_losses.append(
                 one_step(Case(), model, Skipped(), scaler, step, seed=1000 + 3 * step + rank)
             )
         for p in model.parameters():
@@ -95,7 +97,7 @@ def test_the_update_takes_the_mean_of_the_workers(hosts, tmp_path):
         optimizer.zero_grad()
         for rank in range(3):
             loss, seen_norm = next(iter(losses(workers.logs[rank])[str(step + 1)])).split()
-            assert float.fromhex(loss) == pytest.approx(found[rank], rel=1e-4)
+            assert float.fromhex(loss) == pytest.approx(batch_losses[rank], rel=1e-4)
             assert float.fromhex(seen_norm) == pytest.approx(float(norm), rel=1e-4)
 
 
@@ -114,7 +116,7 @@ LONG, STEPS = Case(clip=0.5), 24
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of two workers that nothing happens to."""
+    """Losses of two workers without faults."""
     home = tmp_path_factory.mktemp("whole")
     host = HostProcess(home / "host")
     workers = Workers(LONG, [host.where], home, STEPS, 2)
@@ -142,8 +144,8 @@ def wait_for(ready, what, seconds=60):
     ],
 )
 def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3 and 5
-    """Killed at a random moment; started again (a server at another address) all goes on with
-    the same losses."""
+    """The victim is killed at a random moment. After a restart, with servers at other addresses,
+    training continues with the same losses."""
     rng, two = random.Random(victim), hosts(2)
     workers = Workers(LONG, [h.where for h in two], tmp_path, STEPS * 100, 2)
     wait_for(lambda: len(losses(workers.logs[0])) > 3 + rng.randrange(10), "some steps")
@@ -160,10 +162,10 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
     assert time.monotonic() - killed < 10
     assert all(codes), codes
     if victim != "all":
-        told = [e for e, code in zip(workers.errors(), codes) if code == 3]
+        lost = [error for error, code in zip(workers.errors(), codes) if code == 3]
         doing = "(waiting for .*|sending)"
-        sentence = re.compile(rf"error LostError: step \d+, {doing}: .*{victim} ")
-        assert told and all(map(sentence.match, told)), told
+        message = re.compile(rf"error LostError: step \d+, {doing}: .*{victim} ")
+        assert lost and all(map(message.match, lost)), lost
 
     for i, host in enumerate(two):
         if not host.process.is_alive():
@@ -229,13 +231,13 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
     ("changes", "words"),
     [({1: "model"}, "model, dtype, chunk size or optimizer of"), ({1: "lr"}, "hyperparameters")],
 )
-def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
+def test_workers_of_different_jobs_are_refused(changes, words, hosts, tmp_path):
     workers = Workers(Case(), [h.where for h in hosts(1)], tmp_path, 5, 2, changes=changes)
     assert workers.join() == [3, 3]
     assert all(words in e for e in workers.errors()), workers.errors()
 
 
-def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rule 8
+def test_a_worker_without_the_token_is_refused_and_disturbs_no_session(hosts, tmp_path):  # Rule 8
     (host,) = hosts(1, token=b"a secret of the job")
     workers = Workers(Case(), [host.where], tmp_path, 60, 1, token=b"a secret of the job")
     wait_for(lambda: len(losses(workers.logs[0])) > 2, "some steps")
@@ -250,7 +252,7 @@ def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rul
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_topk_over_the_network(staleness, hosts, tmp_path):
+def test_topk_losses_do_not_depend_on_the_number_of_servers(staleness, hosts, tmp_path):
     results = []
     for servers in (1, 2):
         home = tmp_path / f"with{servers}"
@@ -277,7 +279,7 @@ def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
     assert Workers(Case(), two, tmp_path, 3, 1, session="3").join() == [0]
 
 
-def test_numbers_of_a_release_travel_exactly():
+def test_the_numbers_of_an_update_are_sent_exactly():
     table = ChunkTable.build([("", [ParamSpec(f"p{i}", (3,), "fp32", True, 0) for i in range(4)])])
     sent = messages.ApplyUpdate(0, 7, (0.1, 1e-300), (None, float("nan"), -0.0, float("inf")), 3, 2)
     kind, header, parts = m.frame(sent)
@@ -286,9 +288,9 @@ def test_numbers_of_a_release_travel_exactly():
     assert np.array(got.scales[1:]).tobytes() == np.array(sent.scales[1:]).tobytes()
 
 
-def test_another_number_of_workers_goes_on(hosts, tmp_path):
-    """Workers join or leave by a restart of the group; each number of them gives a defined
-    order (Rule 1)."""
+def test_a_run_continues_with_another_number_of_workers(hosts, tmp_path):
+    """Workers join or leave when the group restarts; each number of workers has a defined order of
+    summation (Rule 1)."""
     results = []
     for servers in (1, 2):
         where = [h.where for h in hosts(servers)]
@@ -310,8 +312,8 @@ def test_another_number_of_workers_goes_on(hosts, tmp_path):
     "link", ["token alone", pytest.param("none", marks=pytest.mark.exhaustive)]
 )
 def test_restarted_workers_wait_for_servers_that_hold_the_old_session(link, hosts, tmp_path):
-    """Whatever options the link has, as long as they do not say how long to try (README shows
-    `token` alone)."""
+    """The link's options do not matter unless they set how long to retry (the README shows `token`
+    alone)."""
     token = b"a secret of sixteen bytes" if link == "token alone" else None
     (host,) = hosts(1, token=token)
     first = Workers(Case(), [host.where], tmp_path, 10_000, 1, token=token, retry_s=None)

@@ -1,5 +1,5 @@
-"""A preflight on hosts of a lab: what is whole passes, what is broken is refused on every rank with
-one sentence (Rule 5)."""
+"""A preflight on hosts of a lab passes intact clusters and refuses broken ones on every rank with the
+same sentence (Rule 5)."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def lab():
-    with broken.clusters(patience=5.0) as made:  # who waits longer ends with the same sentence
-        yield made
+    # a rank that waits longer ends with the same sentence
+    with broken.clusters(patience=5.0) as clusters:
+        yield clusters
 
 
-def test_what_is_whole_passes_at_once(lab) -> None:
-    said = lab.run()
-    assert not any(one.sentence for one in said.values())
-    assert max(one.seconds for one in said.values()) < 6  # 1.1 s on a machine that is free
-    printed = said["a0"].printed
-    # each group goes by the fastest network that its hosts share (Yang et al., section 3.2)
+def test_intact_clusters_pass_at_once(lab) -> None:
+    results = lab.run()
+    assert not any(result.sentence for result in results.values())
+    assert max(result.seconds for result in results.values()) < 6  # 1.1 s on an idle machine
+    printed = results["a0"].printed
+    # each group uses the fastest network that its hosts share (Yang et al., section 3.2)
     assert "dp stage 0 tensor index 0: infiniband at 100 MB/s (eth0 of a0 a1)" in printed
     assert "dp stage 1 tensor index 0: roce at 75 MB/s (eth0 of b0 b1)" in printed
     assert "activations stage 0 to 1: ethernet at 6.2 MB/s" in printed
     assert "tp stage 0 replica 0: inside host a0" in printed
-    assert not said["b1"].printed
+    assert not results["b1"].printed
 
 
 def test_there_is_a_sentence_for_each_scenario() -> None:
@@ -62,17 +63,17 @@ def test_there_is_a_sentence_for_each_scenario() -> None:
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_what_is_broken_is_refused(lab, name) -> None:
-    said = broken.SCENARIOS[name](lab)
-    sentences = {one.sentence for one in said.values()}
+def test_broken_clusters_are_refused(lab, name) -> None:
+    results = broken.SCENARIOS[name](lab)
+    sentences = {result.sentence for result in results.values()}
     assert len(sentences) == 1, sentences  # the same on every rank
     for part in SENTENCES[name]:
         assert part in min(sentences)
-    left_s = MEET_S - lab.patience  # that a rank of a job waits for another one to come
-    assert max(one.seconds for one in said.values()) < broken.LIMIT_S - left_s
-    assert not any(one.printed for one in said.values())
+    left_s = MEET_S - lab.patience  # the time that a rank of a job waits for further ranks
+    assert max(result.seconds for result in results.values()) < broken.LIMIT_S - left_s
+    assert not any(result.printed for result in results.values())
 
 
-def test_it_is_whole_again(lab) -> None:
-    """What the scenarios broke is mended: they were refused for what they broke."""
-    assert not any(one.sentence for one in lab.run().values())
+def test_the_repaired_clusters_pass_again(lab) -> None:
+    """The scenarios repair their changes, so these changes were the reason for the refusals."""
+    assert not any(result.sentence for result in lab.run().values())

@@ -1,4 +1,4 @@
-"""parallelize(): losses, norms and evaluation are those of one process with place(), for several
+"""parallelize() gives the losses, norms and evaluation of one process with place(), for several
 models, widths and stages."""
 
 from contextlib import redirect_stdout
@@ -59,7 +59,7 @@ def model_of(kind):
 
 
 def sgd(model):
-    """A rule that sees the scale of a gradient, which AdamW's step does not; and it has state."""
+    """Return an optimizer with state whose step, unlike AdamW's, depends on the gradient's scale."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -70,11 +70,11 @@ def micro_batch(step, micro):
 
 
 def alone(kind, num_microbatches, steps=STEPS):
-    """(loss, norm) of each step by one process."""
+    """Return (loss, norm) of each step of one process."""
     torch.manual_seed(0)
     model = model_of(kind)
     optimizer = roadtrain.place(model, sgd(model), report=lambda _: None)
-    found = []
+    results = []
     for step in range(steps):
         total = 0.0
         for micro in range(num_microbatches):
@@ -82,14 +82,14 @@ def alone(kind, num_microbatches, steps=STEPS):
             loss.backward()
             total += loss.item()
         optimizer.step()
-        found.append((total, optimizer.grad_norm()))
+        results.append((total, optimizer.grad_norm()))
         optimizer.zero_grad()
     optimizer.close()
-    return found
+    return results
 
 
 def stores_of(stages, directory):
-    """Every second stage streams from files, the others from memory."""
+    """Return a store per stage: odd stages stream from files, even stages from memory."""
     return {
         stage: roadtrain.Files(directory / f"stage{stage}") if stage % 2 else roadtrain.Memory()
         for stage in stages
@@ -108,11 +108,11 @@ def staged(kind, parallelism, num_microbatches, options, rank):
     with training:
         results = [training.step(partial(micro_batch, step)) for step in range(STEPS)]
         held_out = training.evaluate(partial(micro_batch, STEPS))
-    return [(one.loss, one.grad_norm) for one in results], held_out, lines
+    return [(result.loss, result.grad_norm) for result in results], held_out, lines
 
 
-def moved(kind, parallelism, num_microbatches, options, sizes, rank):
-    """As `staged`, with other sizes before each step but the first."""
+def staged_with_moves(kind, parallelism, num_microbatches, options, sizes, rank):
+    """Like `staged`, with new stage sizes before each step but the first."""
     model, lines = model_of(kind), []
     training = roadtrain.parallelize(
         model,
@@ -127,11 +127,11 @@ def moved(kind, parallelism, num_microbatches, options, sizes, rank):
             if step:
                 training.sizes.move(sizes[step - 1])
             results.append(training.step(partial(micro_batch, step)))
-    return [(one.loss, one.grad_norm) for one in results], 0.0, lines
+    return [(result.loss, result.grad_norm) for result in results], 0.0, lines
 
 
 class Part(nn.Module):
-    """With a frozen parameter and a buffer that counts."""
+    """A block with a frozen parameter and a buffer that counts its runs."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def square(result, _):
 
 
 def parts_moved(rank):
-    """The losses, and how often each part has run, where parts move to and fro."""
+    """Return losses and the number of runs of each part while parts move between two stages."""
     model = Parts()
     training = roadtrain.parallelize(
         model,
@@ -184,23 +184,23 @@ def parts_moved(rank):
 
 
 @pytest.mark.slow
-def test_what_is_no_trained_parameter_moves_too():  # Rule 6
-    found, model, want = run(2, parts_moved), Parts(), []
+def test_frozen_parameters_and_buffers_move_with_their_block():  # Rule 6
+    results, model, expected = run(2, parts_moved), Parts(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         total = sum(square(model(*number(step, micro).args), None) / 4 for micro in range(4))
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
-        want.append(total.item())
-    for rank, (losses, runs) in enumerate(found):
-        assert losses == pytest.approx(want, rel=1e-6)
+        expected.append(total.item())
+    for rank, (losses, runs) in enumerate(results):
+        assert losses == pytest.approx(expected, rel=1e-6)
         assert runs == {f"layers.{i}.runs": 12 for i in (2 * rank, 2 * rank + 1)}
 
 
 MLP = "model.layers.*.mlp"
 PLAN = {f"{MLP}.gate_proj": Column(), f"{MLP}.up_proj": Column(), f"{MLP}.down_proj": Row()}
-REST = pytest.mark.exhaustive  # more cells of what the others show
+REST = pytest.mark.exhaustive  # further cases of the same rules
 CASES = [
     pytest.param("llama", Parallelism(pp=2), 4, {}, id="two stages"),
     pytest.param(
@@ -230,29 +230,31 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parallelism", "num_microbatches", "options"), CASES)
-def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, options):
-    work = partial(staged, kind, parallelism, num_microbatches, options)
-    near = 1e-6 if options.get("dtype") is None else 1e-2
+def test_steps_equal_those_of_one_process(kind, parallelism, num_microbatches, options):
+    train = partial(staged, kind, parallelism, num_microbatches, options)
+    tolerance = 1e-6 if options.get("dtype") is None else 1e-2
     *steps, (held_out, _) = alone(kind, num_microbatches, STEPS + 1)
-    found = run(parallelism.devices, work)
-    check(found, steps, parallelism, near)
-    assert found[0][1] == pytest.approx(held_out, rel=near), "a step's loss, of what is held out"
+    results = run(parallelism.devices, train)
+    check(results, steps, parallelism, tolerance)
+    assert results[0][1] == pytest.approx(held_out, rel=tolerance), (
+        "the held-out loss is not that of a step"
+    )
 
 
-def check(found, want, parallelism, near=1e-6):
-    assert all(isinstance(one, tuple) for one in found), found
-    for steps, _, _ in found:
-        assert steps == found[0][0]  # all ranks say the same
-        for (loss, norm), (own_loss, own_norm) in zip(steps, want, strict=True):
-            assert loss == pytest.approx(own_loss, rel=near)
-            assert norm == pytest.approx(own_norm, rel=10 * near)
+def check(results, expected, parallelism, tolerance=1e-6):
+    assert all(isinstance(result, tuple) for result in results), results
+    for steps, _, _ in results:
+        assert steps == results[0][0]  # all ranks return the same
+        for (loss, norm), (own_loss, own_norm) in zip(steps, expected, strict=True):
+            assert loss == pytest.approx(own_loss, rel=tolerance)
+            assert norm == pytest.approx(own_norm, rel=10 * tolerance)
     if set(parallelism.replicas_of) == {1} and parallelism.tp == 1:
-        # one sum of each gradient, in the same order: the same bits (Rule 1)
-        assert [loss for loss, _ in found[0][0]] == [loss for loss, _ in want]
-    assert len({held_out for _, held_out, _ in found}) == 1
-    assert any(line.startswith("parallel: ") for line in found[0][2])
-    assert not any("draws random numbers" in line for line in found[0][2])  # without dropout
-    assert not found[-1][2]  # the first rank speaks for all
+        # each gradient has one sum in the same order, so the bits are equal (Rule 1)
+        assert [loss for loss, _ in results[0][0]] == [loss for loss, _ in expected]
+    assert len({held_out for _, held_out, _ in results}) == 1
+    assert any(line.startswith("parallel: ") for line in results[0][2])
+    assert not any("draws random numbers" in line for line in results[0][2])  # without dropout
+    assert not results[-1][2]  # only the first rank reports
 
 
 DROPOUT = "gpt2 dropout"
@@ -260,7 +262,7 @@ DROPOUT = "gpt2 dropout"
 
 @pytest.fixture(scope="module")
 def undivided():
-    """Losses and norms with dropout of one process that runs all micro-batches."""
+    """Losses and norms with dropout of one process that runs every micro-batch."""
     ((steps, _, _),) = run(1, partial(staged, DROPOUT, Parallelism(), 4, {}))
     return steps
 
@@ -279,16 +281,16 @@ def undivided():
     ],
     ids=str,
 )
-def test_dropout_depends_on_no_stages_and_no_widths(parallelism, placed, undivided, tmp_path):
-    """Rule 1: a block's random numbers are a function of seed, step, micro-batch and block."""
+def test_dropout_does_not_depend_on_stages_or_widths(parallelism, placed, undivided, tmp_path):
+    """Rule 1. A block's random numbers are a function of seed, step, micro-batch and block."""
     count = 6 if parallelism.virtual_stages > 1 else 4
     if count == 6:
         ((undivided, _, _),) = run(1, partial(staged, DROPOUT, Parallelism(), count, {}))
     options = {"stores": stores_of((0, 1), tmp_path)} if placed else {}
-    found = run(parallelism.devices, partial(staged, DROPOUT, parallelism, count, options))
-    # tied embeddings: the first and the last stage each sum their own gradients first, so norms and
-    # later losses agree to rounding, as they do without dropout
-    for steps, _, _ in found:
+    results = run(parallelism.devices, partial(staged, DROPOUT, parallelism, count, options))
+    # with tied embeddings the first and the last stage each sum their own gradients first, so norms
+    # and later losses agree to rounding, as they do without dropout
+    for steps, _, _ in results:
         assert torch.tensor(steps).allclose(torch.tensor(undivided), rtol=1e-5, atol=0), steps
 
 
@@ -296,25 +298,25 @@ def test_dropout_depends_on_no_stages_and_no_widths(parallelism, placed, undivid
 @pytest.mark.parametrize(
     ("kind", "differs"), [(DROPOUT, True), pytest.param("gpt2", False, marks=REST)]
 )
-def test_tensor_ranks_that_draw_their_own_numbers_say_so(kind, differs):  # Rule 2
-    found = run(2, partial(staged, kind, Parallelism(tp=2), 2, {}))
-    assert any("draws random numbers" in line for line in found[0][2]) is differs
+def test_tensor_ranks_report_random_numbers_of_their_own(kind, differs):  # Rule 2
+    results = run(2, partial(staged, kind, Parallelism(tp=2), 2, {}))
+    assert any("draws random numbers" in line for line in results[0][2]) is differs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parallelism", "stages"),
     [
-        # stage 2 sums and updates beside its ranks, the others stream
+        # the ranks of stage 2 sum and update themselves, the other stages stream
         ("llama", Parallelism(pp=3), (0, 1)),
         pytest.param("llama", Parallelism(pp=2, virtual_stages=3), (0, 1), marks=REST),
         ("gpt2", Parallelism(pp=2), (0, 1)),
     ],
 )
-def test_placed_stages_stream_their_share(kind, parallelism, stages, tmp_path):
+def test_placed_stages_stream_their_parameters(kind, parallelism, stages, tmp_path):
     options = {"stores": stores_of(stages, tmp_path)}
-    work = partial(staged, kind, parallelism, 4, options)
-    check(run(parallelism.devices, work), alone(kind, 4), parallelism)
+    train = partial(staged, kind, parallelism, 4, options)
+    check(run(parallelism.devices, train), alone(kind, 4), parallelism)
 
 
 @pytest.mark.slow
@@ -331,16 +333,18 @@ def test_placed_stages_stream_their_share(kind, parallelism, stages, tmp_path):
     ],
 )
 def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options):
-    work = partial(moved, kind, parallelism, num_microbatches, options, [(1, 5), (4, 2)])
-    found = run(parallelism.devices, work)
-    check(found, alone(kind, num_microbatches), parallelism)
-    said = "\n".join(found[0][2])
-    assert "exact" in said and "paper" in said and "even" in said
-    assert "stages of 4, 2 blocks from step 3 on" in said
+    train = partial(
+        staged_with_moves, kind, parallelism, num_microbatches, options, [(1, 5), (4, 2)]
+    )
+    results = run(parallelism.devices, train)
+    check(results, alone(kind, num_microbatches), parallelism)
+    output = "\n".join(results[0][2])
+    assert "exact" in output and "paper" in output and "even" in output
+    assert "stages of 4, 2 blocks from step 3 on" in output
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"stages": "best"}, "`stages` cannot be 'best'"),
         ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "number of stores is 1"),
@@ -348,12 +352,12 @@ def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options)
         ({"activations": torch.float32}, "activations cannot be sent as torch.float32"),
     ],
 )
-def test_options_that_cannot_be(options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         ParallelOptions(Parallelism(pp=2), 2, **options)
 
 
-def test_a_store_of_several_ranks_is_of_servers():
+def test_data_parallel_ranks_need_a_store_on_servers():
     with pytest.raises(
         ConfigError, match="2 data-parallel ranks, but a Files store supports only 1"
     ):
@@ -365,11 +369,11 @@ def test_lossy_activations_are_printed():  # Rule 2
     assert options.lossy_notes() == ["lossy: activations are sent as torch.bfloat16"]
 
 
-def seeded_differently(rank):
-    """What this process prints."""
+def output_with_different_seeds(rank):
+    """Return the output of this process."""
     torch.manual_seed(rank)
     model, x = Net(depth=2, width=32), torch.zeros(2, 8, dtype=torch.long)
-    with redirect_stdout(StringIO()) as said:
+    with redirect_stdout(StringIO()) as output:
         roadtrain.parallelize(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -378,18 +382,18 @@ def seeded_differently(rank):
             loss=lambda result, batch: result.mean(),
             report=lambda _: None,
         ).close()
-    return said.getvalue()
+    return output.getvalue()
 
 
 @pytest.mark.slow
-def test_what_differs_in_another_stage_is_said():  # Rule 6
-    first, second, third = run(3, seeded_differently)
+def test_different_parameters_within_a_stage_are_reported():  # Rule 6
+    first, second, third = run(3, output_with_different_seeds)
     assert "stage 1, the group of ranks 1, 2: parameters differ at the start" in second
     assert not first and not third
 
 
-def continued(kind, parallelism, directory, rank):
-    """Three steps from what was committed in `directory`, and a snapshot."""
+def resume_and_snapshot(kind, parallelism, directory, rank):
+    """Take three steps from the state committed in `directory`, then a snapshot."""
     training = roadtrain.parallelize(
         model := model_of(kind),
         sgd(model),
@@ -408,18 +412,18 @@ def continued(kind, parallelism, directory, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
-def test_tensor_parallel_steps_go_on_with_other_degrees(kind, tmp_path):
-    """Rule 3: tp 2 first, then stages, then both."""
-    want, found = [loss for loss, _ in alone(kind, 4, 3 * STEPS)], []
+def test_tensor_parallel_training_resumes_with_other_degrees(kind, tmp_path):
+    """Rule 3. The run uses tp 2 first, then stages, then tp and dp."""
+    expected, losses_of_run = [loss for loss, _ in alone(kind, 4, 3 * STEPS)], []
     for degrees in (Parallelism(tp=2), Parallelism(pp=2), Parallelism(tp=2, dp=2)):
-        losses = run(degrees.devices, partial(continued, kind, degrees, tmp_path))
-        assert all(one == losses[0] for one in losses)
-        found += losses[0]
-    assert found == pytest.approx(want, rel=1e-5)
+        losses = run(degrees.devices, partial(resume_and_snapshot, kind, degrees, tmp_path))
+        assert all(rank_losses == losses[0] for rank_losses in losses)
+        losses_of_run += losses[0]
+    assert losses_of_run == pytest.approx(expected, rel=1e-5)
 
 
 class Expert(nn.Module):
-    """A block that computes on the rows that it chooses, and counts."""
+    """A block that routes rows to one of two layers and keeps running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -436,7 +440,7 @@ class Expert(nn.Module):
 
 
 def unusual():
-    """Experts, running means inside and outside of blocks; the first stage is frozen."""
+    """Return a model with experts and running means inside and outside its blocks, and a frozen start."""
     torch.manual_seed(4)
     model = nn.Sequential(
         nn.Linear(4, 8), nn.ModuleList(Expert() for _ in range(4)), nn.BatchNorm1d(8)
@@ -478,21 +482,21 @@ def unusual_stages(rank):
         return losses, {name: value.tolist() for name, value in own.items()}
 
 
-def test_unusual_models_in_stages_that_move():
-    """Rules 1 and 3: what a block has counted moves with it."""
+def test_an_unusual_model_trains_in_stages_that_move():
+    """Rules 1 and 3. The running statistics of a block move with it."""
     model, optimizer = unusual()
-    want = []
+    expected = []
     for step in range(STEPS):
         optimizer.zero_grad()
         parts = [squared(model(*rows(10 * step, micro).args), None) / 4 for micro in range(4)]
         sum(parts).backward()
         optimizer.step()
-        want.append(sum(parts).item())
-    found = run(2, unusual_stages)
-    assert all(isinstance(one, tuple) for one in found), found
-    counted = found[0][1] | found[1][1]
-    assert counted.keys() == {name for name, _ in model.named_buffers()}
-    for losses, _ in found:
-        assert losses == pytest.approx(want, rel=1e-5)
+        expected.append(sum(parts).item())
+    results = run(2, unusual_stages)
+    assert all(isinstance(result, tuple) for result in results), results
+    buffers = results[0][1] | results[1][1]
+    assert buffers.keys() == {name for name, _ in model.named_buffers()}
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=1e-5)
     for name, value in model.named_buffers():
-        assert counted[name] == pytest.approx(value.tolist(), rel=1e-5, abs=1e-6), name
+        assert buffers[name] == pytest.approx(value.tolist(), rel=1e-5, abs=1e-6), name

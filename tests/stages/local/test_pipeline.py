@@ -1,5 +1,5 @@
-"""A pipeline over processes gives the losses of one process: equal and unequal widths, uneven and
-interleaved stages, several kinds of models."""
+"""A pipeline over processes has the losses of one process, for equal and unequal widths, uneven and
+interleaved stages and several kinds of models."""
 
 from functools import partial
 from itertools import accumulate
@@ -131,7 +131,7 @@ def staged(kind, widths, parts, layers, num_microbatches, wire, rank):
     return losses
 
 
-REST = pytest.mark.exhaustive  # test_parallelize.py trains the like of these in whole steps
+REST = pytest.mark.exhaustive  # test_parallelize.py trains similar cases in whole steps
 CASES = [
     # kind, widths, parts, layers of each, micro-batches
     pytest.param("llama", (1, 1), 1, (3, 3), 4, id="even stages", marks=REST),
@@ -148,13 +148,15 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "widths", "parts", "layers", "num_microbatches"), CASES)
 def test_losses_are_those_of_one_process(kind, widths, parts, layers, num_microbatches):
-    found = run(sum(widths), partial(staged, kind, widths, parts, layers, num_microbatches, None))
-    want = alone(kind, num_microbatches)
-    assert [pytest.approx(want, rel=1e-6)] * sum(widths) == found
+    losses_of_ranks = run(
+        sum(widths), partial(staged, kind, widths, parts, layers, num_microbatches, None)
+    )
+    expected = alone(kind, num_microbatches)
+    assert [pytest.approx(expected, rel=1e-6)] * sum(widths) == losses_of_ranks
 
 
-def test_activations_in_16_bits_are_near():  # Rule 2: a choice
-    found = run(2, partial(staged, "llama", (1, 1), 1, (3, 3), 4, torch.bfloat16))
-    want = alone("llama", 4)
-    assert found[0] == pytest.approx(want, rel=1e-3)
-    assert found[0] != pytest.approx(want, rel=1e-7)
+def test_activations_in_16_bits_change_losses_slightly():  # Rule 2: an explicit option
+    losses_of_ranks = run(2, partial(staged, "llama", (1, 1), 1, (3, 3), 4, torch.bfloat16))
+    expected = alone("llama", 4)
+    assert losses_of_ranks[0] == pytest.approx(expected, rel=1e-3)
+    assert losses_of_ranks[0] != pytest.approx(expected, rel=1e-7)

@@ -1,5 +1,5 @@
-"""A placed model as a stage's optimizer: sums over its ranks, several forwards under way, state that
-moves. Against plain torch on all micro-batches."""
+"""A placed model as a stage's optimizer, compared with plain torch on all micro-batches: sums over the
+stage's ranks, several forwards in flight, and state that moves."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ from tests.support.state_pieces import control_links
 MICROS = 4
 
 
-def made(tied=False, frozen=False):
+def build(tied=False, frozen=False):
     torch.manual_seed(3)
     model = Net(depth=2, width=32, dropout=0.0, tied=tied, frozen=frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -53,7 +53,7 @@ def loss_of(model, step, number):
 
 
 def staged(store, tied=False, frozen=False, group=None, **options):
-    model, optimizer = made(tied, frozen)
+    model, optimizer = build(tied, frozen)
     placed = roadtrain.place(
         model,
         optimizer,
@@ -67,8 +67,8 @@ def staged(store, tied=False, frozen=False, group=None, **options):
     return model, placed
 
 
-def over_ranks(value):
-    """Added up over the ranks of the job, where there are several."""
+def sum_over_ranks(value):
+    """Return the sum of a value over the ranks of the job, if there are several."""
     if not dist.is_initialized():
         return value
     total = torch.tensor(value, dtype=torch.float64)
@@ -77,18 +77,18 @@ def over_ranks(value):
 
 
 def stage_step(model, stage, step, numbers=range(MICROS), clip=None):
-    """All forwards are recorded before the first backward. The sum of the losses, and the norm."""
+    """Run all forwards before the first backward; return the sum of the losses and the norm."""
     stage.begin_step(len(numbers))
     losses = [loss_of(model, step, number) for number in numbers]
     for loss in losses:
         loss.backward()
-    norm = math.sqrt(over_ranks(stage.sum_squares())) if clip else None
+    norm = math.sqrt(sum_over_ranks(stage.sum_squares())) if clip else None
     stage.step(min(1.0, clip / norm) if clip else 1.0)
     return sum(float(loss.detach()) for loss in losses), norm
 
 
 def plain_steps(steps, clip=None, tied=False):
-    model, optimizer = made(tied)
+    model, optimizer = build(tied)
     out = []
     for step in range(steps):
         total = 0.0
@@ -103,37 +103,37 @@ def plain_steps(steps, clip=None, tied=False):
     return out, model
 
 
-def close(found, expected):
-    for (loss, norm), (plain, plain_norm) in zip(found, expected, strict=True):
+def assert_near(steps, expected):
+    for (loss, norm), (plain, plain_norm) in zip(steps, expected, strict=True):
         assert loss == pytest.approx(plain, rel=1e-5)
         assert norm == plain_norm or norm == pytest.approx(plain_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("on", ["memory", "files"])
-def test_as_plain_torch_with_forwards_before_backwards(on, clip, tmp_path):
+def test_a_stage_trains_as_plain_torch_with_forwards_before_backwards(on, clip, tmp_path):
     model, placed = staged(Memory() if on == "memory" else Files(tmp_path / "store"))
     with placed:
         stage = PlacedStage(placed)
         found = [stage_step(model, stage, step, clip=clip) for step in range(4)]
         assert stage.steps_done == 4
-    close(found, plain_steps(4, clip)[0])
+    assert_near(found, plain_steps(4, clip)[0])
 
 
 def state_of(stage):
-    """All pieces of a stage, cut small."""
-    out = []
+    """Return all pieces of a stage, cut into small ones."""
+    pieces = []
     for extent in stage.extents():
         for start in range(extent.start, extent.stop, 1500):
-            out.append(stage.piece(Extent(extent.name, start, min(start + 1500, extent.stop))))
-    return out
+            pieces.append(stage.piece(Extent(extent.name, start, min(start + 1500, extent.stop))))
+    return pieces
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("one", "other"), [("memory", "files"), ("files", "memory")])
-def test_state_moves_to_another_placement(one, other, frozen, tmp_path):
+@pytest.mark.parametrize(("source", "target"), [("memory", "files"), ("files", "memory")])
+def test_state_moves_to_another_placement(source, target, frozen, tmp_path):
     stores = {"memory": Memory(), "files": Files(tmp_path / "store")}
-    model, placed = staged(stores[one], frozen=frozen)
+    model, placed = staged(stores[source], frozen=frozen)
     with placed:
         stage = PlacedStage(placed)
         for step in range(2):
@@ -141,7 +141,7 @@ def test_state_moves_to_another_placement(one, other, frozen, tmp_path):
         pieces = state_of(stage)
         expected = [stage_step(model, stage, step) for step in (2, 3)]
     assert {key for piece in pieces for key in piece.arrays} == {VALUE, "exp_avg", "exp_avg_sq"}
-    model, placed = staged(stores[other], frozen=frozen)
+    model, placed = staged(stores[target], frozen=frozen)
     with placed:
         stage = PlacedStage(placed)
         assert [e.name for e in stage.needed()] == [e.name for e in stage.extents()]
@@ -150,7 +150,7 @@ def test_state_moves_to_another_placement(one, other, frozen, tmp_path):
         assert [stage_step(model, stage, step) for step in (2, 3)] == expected  # Rule 1
 
 
-def test_a_store_that_went_on_is_brought_back_and_one_at_that_step_is_left(tmp_path, monkeypatch):
+def test_a_store_ahead_is_rewound_and_a_store_at_the_step_is_kept(tmp_path, monkeypatch):
     model, placed = staged(Files(tmp_path / "store"))
     with placed:
         stage = PlacedStage(placed)
@@ -168,7 +168,7 @@ def test_a_store_that_went_on_is_brought_back_and_one_at_that_step_is_left(tmp_p
         stage.load(iter(now), 2)
 
 
-def test_gradients_that_no_update_took_are_refused():
+def test_gradients_that_no_update_used_are_refused():
     model, placed = staged(Memory())
     with placed:
         stage = PlacedStage(placed)
@@ -178,7 +178,7 @@ def test_gradients_that_no_update_took_are_refused():
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 100])
-def test_the_mean_of_the_servers_is_undone_exactly(width):
+def test_the_division_by_the_number_of_workers_is_undone_exactly(width):
     for i in range(200):
         scale = 1.0 / (1 + 0.37 * i)
         assert for_mean(scale, width) / width in (scale, float(torch.tensor(scale)))
@@ -195,39 +195,41 @@ def with_servers(addresses, clip, rank):
     model, placed = in_servers(addresses, rank)
     with placed:
         stage = PlacedStage(placed)
-        found = []
+        steps = []
         for step in range(3):
             loss, norm = stage_step(model, stage, step, range(rank, MICROS, 2), clip)
-            found.append((loss, norm))
+            steps.append((loss, norm))
         extents = [(e.name, e.start, e.stop) for e in stage.extents()]
         pieces = state_of(stage)
         values = {(p.extent.name, p.extent.start): p.arrays[VALUE].tolist() for p in pieces}
-    return found, extents, values
+    return steps, extents, values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_two_ranks_of_a_stage_share_servers_and_sum(clip, addresses):
-    found = world.run(2, functools.partial(with_servers, addresses(2), clip))
-    assert all(isinstance(one, tuple) for one in found), found
+    results = world.run(2, functools.partial(with_servers, addresses(2), clip))
+    assert all(isinstance(result, tuple) for result in results), results
     expected, plain = plain_steps(3, clip)
     for step in range(3):
-        assert sum(one[0][step][0] for one in found) == pytest.approx(expected[step][0], rel=1e-5)
+        assert sum(result[0][step][0] for result in results) == pytest.approx(
+            expected[step][0], rel=1e-5
+        )
     shapes = dict(plain.named_parameters())
     covered = dict.fromkeys(shapes, 0)
-    for _, extents, values in found:
+    for _, extents, values in results:
         for name, start, stop in extents:
             covered[name] += stop - start
         for (name, start), numbers in values.items():
             if "in_proj_bias" in name:
-                continue  # gradients of the keys' biases are nothing but rounding
+                continue  # gradients of the keys' biases are only rounding errors
             own = shapes[name].detach().reshape(-1)[start : start + len(numbers)]
             torch.testing.assert_close(torch.tensor(numbers), own, rtol=1e-4, atol=1e-5)
     assert covered == {name: p.numel() for name, p in shapes.items()}
 
 
 def partly_used(addresses, rank):
-    """In the first rank's micro-batch the second layer is left out."""
+    """Take two steps in which the first rank's micro-batch skips the second layer."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, placed = in_servers(addresses, rank)
     if rank == 0:
@@ -238,9 +240,9 @@ def partly_used(addresses, rank):
 
 
 @pytest.mark.slow
-def test_a_block_that_one_rank_did_not_use_counts(addresses):  # Rules 5 and 6
-    found = world.run(2, functools.partial(partly_used, addresses(1)))
-    model, optimizer = made()
+def test_a_block_that_only_some_ranks_use_is_updated(addresses):  # Rules 5 and 6
+    norms_of_ranks = world.run(2, functools.partial(partly_used, addresses(1)))
+    model, optimizer = build()
     norms = []
     for step in range(2):
         loss_of(model, step, 1).backward()
@@ -251,7 +253,7 @@ def test_a_block_that_one_rank_did_not_use_counts(addresses):  # Rules 5 and 6
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
         optimizer.step()
         optimizer.zero_grad()
-    assert found == [pytest.approx(norms, rel=1e-4)] * 2
+    assert norms_of_ranks == [pytest.approx(norms, rel=1e-4)] * 2
 
 
 def take_steps(model, stage, rank, steps):
@@ -259,7 +261,7 @@ def take_steps(model, stage, rank, steps):
 
 
 def refilled(addresses, others, rank):
-    """Servers that went on go back to what another rank took of them; so do new ones."""
+    """Servers go back to pieces that both ranks read from them earlier, and so do new servers."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     links = control_links([RankPlace("c", "h", f"rank {r}") for r in range(2)], 40.0)
     model, placed = in_servers(addresses, rank)
@@ -270,9 +272,9 @@ def refilled(addresses, others, rank):
         kept = Kept([stage.piece(extent) for extent in extents])
         expected = take_steps(model, stage, rank, [2, 3])
         stage.load(exchange(kept, stage.needed(), links), 2)
-        again = take_steps(model, stage, rank, [2, 3])
+        repeated = take_steps(model, stage, rank, [2, 3])
         assert placed.committed_step >= 2
-    model, placed = in_servers(addresses, rank)  # what was loaded rests there
+    model, placed = in_servers(addresses, rank)  # the servers still hold the loaded values
     with placed:
         stage = PlacedStage(placed)
         resumed = stage.steps_done
@@ -282,7 +284,7 @@ def refilled(addresses, others, rank):
         stage = PlacedStage(placed)
         stage.load(exchange(kept, stage.needed(), links), 2)
         elsewhere = take_steps(model, stage, rank, [2, 3])
-    return expected, again, resumed, elsewhere
+    return expected, repeated, resumed, elsewhere
 
 
 @dataclass
@@ -305,17 +307,17 @@ class Kept:
 
 
 @pytest.mark.slow
-def test_servers_take_the_values_of_a_snapshot(addresses):
-    found = world.run(2, functools.partial(refilled, addresses(2), addresses(1)))
-    for one in found:
-        assert isinstance(one, tuple), found
-        expected, again, resumed, elsewhere = one
-        assert again == expected == elsewhere  # Rule 1
+def test_servers_load_the_values_of_a_snapshot(addresses):
+    results = world.run(2, functools.partial(refilled, addresses(2), addresses(1)))
+    for result in results:
+        assert isinstance(result, tuple), results
+        expected, repeated, resumed, elsewhere = result
+        assert repeated == expected == elsewhere  # Rule 1
         assert resumed == 4
 
 
 def tied_over_stages(rank):
-    """Two stages of a rank each; both have the whole model, and share what is tied."""
+    """Take a step in two stages of a rank each; both have the whole model and share the tied weight."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, placed = staged(Memory(), tied=True)
     with placed:
@@ -332,10 +334,10 @@ def tied_over_stages(rank):
 @pytest.mark.slow
 def test_copies_of_a_tied_parameter_get_the_same_gradient():
     os.environ.pop("RANK", None)
-    found = world.run(2, tied_over_stages)
-    assert all(isinstance(one, tuple) for one in found), found
-    assert found[0][1] == found[1][1]  # bit for bit
-    model, _ = made(tied=True)
+    results = world.run(2, tied_over_stages)
+    assert all(isinstance(result, tuple) for result in results), results
+    assert results[0][1] == results[1][1]  # bit for bit
+    model, _ = build(tied=True)
     own = []
     for rank in range(2):
         model.zero_grad()
@@ -343,17 +345,18 @@ def test_copies_of_a_tied_parameter_get_the_same_gradient():
         own.append({n: p.grad.clone() for n, p in model.named_parameters()})
     both = own[0]["embed.weight"] + own[1]["embed.weight"]
     torch.testing.assert_close(
-        torch.tensor(found[0][1]), 0.1 * both.flatten(), rtol=1e-4, atol=1e-8
+        torch.tensor(results[0][1]), 0.1 * both.flatten(), rtol=1e-4, atol=1e-8
     )
     rest = [
-        sum(float(g.square().sum()) for n, g in one.items() if n != "embed.weight") for one in own
+        sum(float(g.square().sum()) for n, g in grads.items() if n != "embed.weight")
+        for grads in own
     ]
-    assert found[0][0] == pytest.approx(rest[0] + float(both.square().sum()), rel=1e-4)
-    assert found[1][0] == pytest.approx(rest[1], rel=1e-4)
+    assert results[0][0] == pytest.approx(rest[0] + float(both.square().sum()), rel=1e-4)
+    assert results[1][0] == pytest.approx(rest[1], rel=1e-4)
 
 
 class NoStore:
-    """A placed optimizer of a root block in bf16, as far as the sum of copies needs it."""
+    """The part of a placed optimizer of a bf16 root block that the sum of copies needs."""
 
     def __init__(self, p):
         self.group, self.root_waits, self.steps_done = WorkerIdentity(), False, 4
@@ -364,33 +367,33 @@ class NoStore:
 
 
 def copies_of_a_rank(rank):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # all import first
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # long enough for all imports
     copies, store = dist.new_group(timeout=timedelta(seconds=20)), _get_default_store()
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
     stage = PlacedStage(NoStore(p), [(["w"], SharedCopies(copies, (1, 1, 1), torch.device("cpu")))])
     stage.sum_squares()
-    found = p.grad.tolist()
+    total = p.grad.tolist()
     stage.step()
     if rank:
-        store.wait(["the first one has it"])
+        store.wait(["the first rank has the sum"])
         os._exit(0)
-    store.set("the first one has it", "")
+    store.set("the first rank has the sum", "")
     try:
         stage.sum_squares()
     except RoadtrainError as error:
-        return found, type(error), str(error)
+        return total, type(error), str(error)
 
 
 @pytest.mark.slow
-def test_copies_are_added_in_fp32_and_a_stage_that_is_gone_is_said():  # Rules 1 and 5
-    ((found, kind, words),) = world.run(3, copies_of_a_rank, answers=1)
-    assert found == [258.0, 3.0]  # in bf16 256 + 1 is 256
-    assert issubclass(kind, PeerError) and "step 5: the sum of the copies of 'w'" in words
+def test_copies_are_added_in_fp32_and_a_lost_stage_is_reported():  # Rules 1 and 5
+    ((total, kind, message),) = world.run(3, copies_of_a_rank, answers=1)
+    assert total == [258.0, 3.0]  # in bf16 256 + 1 is 256
+    assert issubclass(kind, PeerError) and "step 5: the sum of the copies of 'w'" in message
 
 
 def cut_stage(segment, store):
-    model, optimizer = made_deep()
+    model, optimizer = build_deep()
     cuts = Cuts(model, (micro(0, 0)[0],), {}, None)
     stage_model = StageModel(model, cuts, [segment])
     own = {*model.parameters()}
@@ -409,46 +412,46 @@ def cut_stage(segment, store):
     return stage_model, PlacedStage(placed)
 
 
-def made_deep():
+def build_deep():
     torch.manual_seed(3)
     model = Net(depth=4, width=32, dropout=0.0)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
 def pipelined(stages, step):
-    """All forwards, then all backwards, through stages of one process. The loss."""
+    """Run all forwards, then all backwards, through stages in one process; return the loss."""
     for _, optimizer in stages:
         optimizer.begin_step(MICROS)
     total, kept = 0.0, []
     for number in range(MICROS):
         x, y = micro(step, number)
-        received, passed = (), []
+        received, boundaries = (), []
         for stage_model, _ in stages:
             ended, value = stage_model.run(stage_model.segments[0], received, MicroBatch((x,)))
             if ended:
                 value = functional.cross_entropy(value.flatten(0, 1), y.flatten()) / MICROS
                 total += float(value.detach())
-            arrives = value.detach().requires_grad_()
-            passed.append((value, arrives))
-            received = (arrives,)
-        kept.append(passed)
-    for passed in kept:
-        passed[-1][0].backward()
-        for value, arrives in reversed(passed[:-1]):
-            value.backward(arrives.grad)
+            received_value = value.detach().requires_grad_()
+            boundaries.append((value, received_value))
+            received = (received_value,)
+        kept.append(boundaries)
+    for boundaries in kept:
+        boundaries[-1][0].backward()
+        for value, received_value in reversed(boundaries[:-1]):
+            value.backward(received_value.grad)
     for _, optimizer in stages:
         optimizer.step()
     return total
 
 
-def test_stages_of_a_model_that_are_placed_differently_train_as_plain_torch(tmp_path):
+def test_stages_with_different_stores_train_as_plain_torch(tmp_path):
     stores = [Memory(), Files(tmp_path / "middle"), Memory()]
     segments = [Segment(0, 1), Segment(1, 3), Segment(3, 4)]
     stages = [cut_stage(*pair) for pair in zip(segments, stores, strict=True)]
     found = [pipelined(stages, step) for step in range(3)]
     for _, optimizer in stages:
         optimizer.close()
-    model, optimizer = made_deep()
+    model, optimizer = build_deep()
     for step in range(3):
         losses = [loss_of(model, step, number) for number in range(MICROS)]
         for loss in losses:
@@ -459,8 +462,8 @@ def test_stages_of_a_model_that_are_placed_differently_train_as_plain_torch(tmp_
 
 
 @pytest.mark.slow
-def test_a_pipeline_whose_stages_rest_in_different_places(addresses, tmp_path):
-    """The first with servers, the second in its rank's memory, the third on files."""
+def test_a_pipeline_whose_stages_have_different_stores(addresses, tmp_path):
+    """The first stage uses servers, the second its rank's memory, the third files."""
     shape, steps = Parallelism(pp=3, stages=(1, 2, 1)), 3
     spec = PipelineSpec(
         tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Process groups over networks of their own, in processes."""
+"""Process groups over separate networks, in real processes."""
 
 from __future__ import annotations
 
@@ -36,41 +36,41 @@ def started(rank, deadline_s=10.0):
     return networks, store
 
 
-def uses_every_operation(rank):
-    made = make_process_groups(GROUPS, started(rank)[0], 10.0)
-    found = {"names": list(made.of), "control": dist.get_world_size(made.control)}
-    forward, backward = made[GROUPS[1]], made[GROUPS[2]]
+def use_every_operation(rank):
+    groups = make_process_groups(GROUPS, started(rank)[0], 10.0)
+    results = {"names": list(groups.of), "control": dist.get_world_size(groups.control)}
+    forward, backward = groups[GROUPS[1]], groups[GROUPS[2]]
     if rank < 2:
         sent = dist.isend(torch.full((3,), rank + 1.0), group=forward, group_dst=2)
         back = torch.empty(3)
         dist.irecv(back, group=backward, group_src=2).wait()
         sent.wait()
-        found["back"] = back.tolist()
-        one = made[GROUPS[0]]
+        results["back"] = back.tolist()
+        pair = groups[GROUPS[0]]
         whole, part = torch.arange(4.0) * (rank + 1), torch.empty(2)
-        dist.reduce_scatter_single(part, whole, group=one)
-        dist.all_gather_single(whole, part, group=one)
-        found["sum"] = whole.tolist()
+        dist.reduce_scatter_single(part, whole, group=pair)
+        dist.all_gather_single(whole, part, group=pair)
+        results["sum"] = whole.tolist()
         swapped = torch.empty(2)
-        dist.all_to_all_single(swapped, torch.tensor([10.0, 20.0]) + rank, group=one)
-        found["swapped"] = swapped.tolist()
+        dist.all_to_all_single(swapped, torch.tensor([10.0, 20.0]) + rank, group=pair)
+        results["swapped"] = swapped.tolist()
         half = torch.ones(2, dtype=torch.bfloat16)
-        work = dist.all_reduce(half, group=one, async_op=True)
+        work = dist.all_reduce(half, group=pair, async_op=True)
         work.wait()
-        found["half"] = half.tolist()
+        results["half"] = half.tolist()
     else:
-        for source in (1, 0):  # a peer is asked in any order
-            got = torch.empty(3)
-            dist.irecv(got, group=forward, group_src=source).wait()
-            dist.isend(got * 10, group=backward, group_dst=source).wait()
-        assert GROUPS[0] not in made
-    dist.barrier(group=made.control)
+        for source in (1, 0):  # peers may be received from in any order
+            received = torch.empty(3)
+            dist.irecv(received, group=forward, group_src=source).wait()
+            dist.isend(received * 10, group=backward, group_dst=source).wait()
+        assert GROUPS[0] not in groups
+    dist.barrier(group=groups.control)
     dist.destroy_process_group()
-    return found
+    return results
 
 
-def test_every_operation_of_training() -> None:
-    first, second, third = world.run(RANKS, uses_every_operation)
+def test_groups_support_every_operation_of_training() -> None:
+    first, second, third = world.run(RANKS, use_every_operation)
     assert first["names"] == second["names"] == ["dp", "activations", "gradients"]
     assert third["names"] == ["activations", "gradients"]
     assert first["control"] == 3
@@ -80,16 +80,16 @@ def test_every_operation_of_training() -> None:
     assert first["half"] == [2.0, 2.0]
 
 
-def waits_for_nobody(rank):
-    """A message that nobody sends; then groups where rank 1's address is none of this host's."""
+def wait_in_vain(rank):
+    """Wait for a message that no rank sends, then make groups with a wrong address of rank 1."""
     networks, store = started(rank)
-    made = make_process_groups(GROUPS, networks, 2.0)
-    begin, said, bound = time.monotonic(), "", "made"
+    groups = make_process_groups(GROUPS, networks, 2.0)
+    begin, timeout, connect_error = time.monotonic(), "", "made"
     if rank == 0:
         try:
-            dist.irecv(torch.empty(1), group=made[GROUPS[1]], group_src=2).wait()
+            dist.irecv(torch.empty(1), group=groups[GROUPS[1]], group_src=2).wait()
         except RuntimeError as error:
-            said = str(error)
+            timeout = str(error)
     waited = time.monotonic() - begin
     store.add("over", 1)
     while store.add("over", 0) < RANKS:
@@ -99,14 +99,14 @@ def waits_for_nobody(rank):
     try:
         make_process_groups(GROUPS, networks | {"dp": wrong}, 2.0)
     except LostError as error:
-        bound = str(error)
-    return said, waited, bound
+        connect_error = str(error)
+    return timeout, waited, connect_error
 
 
-def test_waits_end_at_the_deadline_and_say_who_and_where() -> None:  # Rule 5
-    found = world.run(RANKS, waits_for_nobody)
-    said, waited, _ = found[0]
-    assert "Timed out waiting 2000ms" in said
+def test_waits_end_at_the_deadline_and_name_rank_and_address() -> None:  # Rule 5
+    results = world.run(RANKS, wait_in_vain)
+    timeout, waited, _ = results[0]
+    assert "Timed out waiting 2000ms" in timeout
     assert 1.8 < waited < 13
-    assert "dp did not connect within 2 s over inside a host" in found[1][2]
-    assert "rank 1 at 192.0.2.77" in found[1][2]
+    assert "dp did not connect within 2 s over inside a host" in results[1][2]
+    assert "rank 1 at 192.0.2.77" in results[1][2]

@@ -1,5 +1,5 @@
-"""stages/stage_speeds.py on three processes, two replicas before one: what each measures, and the
-sizes that all choose from it."""
+"""stages/stage_speeds.py on three processes, with two replicas in stage 0 and one in stage 1: the
+speeds that each measures, and the sizes that all choose from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands for the one that blocks are timed by: only their computation moves it on."""
+    """A stand-in for the clock that times blocks; only their computation advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,7 +45,7 @@ class Clock:
     def finished_at(self, device: torch.device) -> float:
         return self.now
 
-    def move_on(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
 
 
@@ -56,10 +56,10 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x):
-        self.clock.move_on(self.seconds)
+        self.clock.advance(self.seconds)
         y = self.linear(x)
         if y.requires_grad:
-            y.register_hook(lambda grad: self.clock.move_on(self.seconds / 4))
+            y.register_hook(lambda grad: self.clock.advance(self.seconds / 4))
         return y
 
 
@@ -76,14 +76,14 @@ class Model(nn.Module):
 
 def links_of(groups: Groups, rank: int) -> StageLinks:
     channels = {}
-    for number, one in enumerate(groups.boundaries):
-        group = dist.new_group(list(one.ranks))
-        what = FORWARD if one.kind is GroupKind.ACTIVATIONS else BACKWARD
+    for number, boundary in enumerate(groups.boundaries):
+        group = dist.new_group(list(boundary.ranks))
+        what = FORWARD if boundary.kind is GroupKind.ACTIVATIONS else BACKWARD
         channels[number // 2, what] = group
     return StageLinks(channels, groups, rank, 30.0)
 
 
-def measured(rank: int):
+def measure_rank(rank: int):
     dist.init_process_group("gloo")
     groups = Groups.of(Parallelism(pp=2, widths=(2, 1)), HOSTS, blocks=BLOCKS)
     places = [RankPlace("ab"[r // 2], f"{'ab'[r // 2]}0", f"rank {r}") for r in range(3)]
@@ -102,10 +102,10 @@ def measured(rank: int):
     times = measure_blocks(stage, batch, lambda result, _: result.sum(), least_s=0.2)
     messages = measure_messages(links, shape, NBYTES, CPU)
     own = msgspec.msgpack.encode(MeasuredRank(times, messages, 1e6 - rank))
-    told = control.gather(own, "speeds")
-    every = [msgspec.msgpack.decode(one, type=MeasuredRank) for one in told]
-    work = measured_work(groups, every, MICROS, block_weights(block_parameters(cuts, sizes)[0]))
-    memory = measured_memory(groups, every, work, cuts, sizes, state_bytes=4.0)
+    encoded = control.gather(own, "speeds")
+    all_ranks = [msgspec.msgpack.decode(data, type=MeasuredRank) for data in encoded]
+    work = measured_work(groups, all_ranks, MICROS, block_weights(block_parameters(cuts, sizes)[0]))
+    memory = measured_memory(groups, all_ranks, work, cuts, sizes, state_bytes=4.0)
     table = compare_sizes(work, ["a", "b"], fits=memory.fits)
     small = replace(memory, rooms=(100.0, 100.0))
     assert compare_sizes(work, ["a", "b"], fits=small.fits) is None
@@ -116,25 +116,25 @@ def measured(rank: int):
     return messages, work, memory, table, refused
 
 
-def test_the_stages_of_measured_speeds() -> None:
-    results = world.run(3, measured)
+def test_stage_sizes_follow_the_measured_speeds() -> None:
+    results = world.run(3, measure_rank)
     for rank, result in enumerate(results):
         assert not isinstance(result, str), result
         messages, work, memory, table, refused = result
-        found, text = table.best, str(table)
+        best, text = table.best, str(table)
         received = (0, BACKWARD) if rank < 2 else (0, FORWARD)
         assert set(messages) == {received} and 0 < messages[received] < 5
         assert work == results[0][1] and work.widths == (2, 1)
         assert work.weights == (1.0,) * BLOCKS
         assert memory.rooms == (1e6 - 1, 1e6 - 2) and memory.state_bytes == 4
-        assert [one.parameters for one in memory.blocks] == [72] * BLOCKS
+        assert [block.parameters for block in memory.blocks] == [72] * BLOCKS
         fast, slow = work.stages
         assert (fast.forward_s, slow.forward_s) == (FAST_S, 3 * FAST_S)
         assert (fast.backward_s, slow.backward_s) == (FAST_S / 4, 3 * FAST_S / 4)
         assert work.boundaries[0].activations_s == results[2][0][0, FORWARD]
         assert work.boundaries[0].gradients_s == max(results[r][0][0, BACKWARD] for r in (0, 1))
-        # stage 1 has one replica, of a third of the speed: 6 times the seconds of a block a step
-        assert table == results[0][3] and found.proven and found.sizes in ((7, 1), (6, 2))
+        # stage 1 has one replica at a third of the speed: a block takes 6 times as long per step
+        assert table == results[0][3] and best.proven and best.sizes in ((7, 1), (6, 2))
         assert "even" in text and "paper" in text
-        assert f"exact    {found.sizes[0]} + {found.sizes[1]}" in text
+        assert f"exact    {best.sizes[0]} + {best.sizes[1]}" in text
         assert "no division of 8 blocks into 2 stages fits" in refused

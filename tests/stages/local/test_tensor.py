@@ -1,5 +1,4 @@
-"""Tensor parallelism: models that are split over 2 and 4 processes compute what the whole model
-does, and train as it does."""
+"""Tensor parallelism: models split over 2 and 4 processes compute and train like the whole model."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ CLOSE = 2e-6
 
 @pytest.fixture(scope="module")
 def ranks():
-    made = Ranks(WORLD)
-    yield made
-    made.close()
+    processes = Ranks(WORLD)
+    yield processes
+    processes.close()
 
 
 @cache
 def tensor_mesh(degree):
-    """This rank's tensor group: ranks that follow each other."""
+    """Return this rank's tensor group, which has consecutive ranks."""
     return init_device_mesh("cpu", (WORLD // degree, degree), mesh_dim_names=("data", "tensor"))[
         "tensor"
     ]
@@ -104,9 +103,9 @@ CASES = {
 
 def built(kind, config, seed=0):
     torch.manual_seed(seed)
-    made = transformers.AutoConfig.for_model(kind, **config)
-    model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    for p in model.parameters():  # biases and norms too: nothing is hidden by zeros and ones
+    settings = transformers.AutoConfig.for_model(kind, **config)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    for p in model.parameters():  # biases and norms too, since zeros and ones would hide errors
         p.data += 0.02 * torch.randn_like(p)
     return model.train()
 
@@ -116,18 +115,19 @@ def batch(vocabulary, seed=0):
     return torch.randint(vocabulary, (3, 16))
 
 
-def far(own, right, least=1e-12):
-    """The largest difference over the largest value, or over `least`."""
-    return ((own - right).abs().max() / right.abs().max().clamp_min(least)).item()
+def distance(own, expected, least=1e-12):
+    """Return the largest difference over the largest value or `least`."""
+    return ((own - expected).abs().max() / expected.abs().max().clamp_min(least)).item()
 
 
 def optimizer_of(model):
-    # eps: an element whose gradient is rounding alone would else move by a whole step
+    # without eps an element whose gradient is only rounding would move by a whole step
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
 
 
 def trained(rank, kind, config, degree):
-    """How far losses, gradients, parameters are from those of the whole model, and names."""
+    """Return the distances of losses, gradients and parameters from the whole model's, and whether the
+    names are equal."""
     whole = built(kind, config)
     model = copy.deepcopy(whole)
     # the user's own optimizer knows the parameters already
@@ -136,44 +136,46 @@ def trained(rank, kind, config, degree):
     losses, gradients = [], {}
     for step in range(STEPS):
         tokens = batch(config["vocab_size"], step)
-        right, own = (m(tokens, labels=tokens).loss for m in (whole, model))
-        right.backward()
+        expected, own = (m(tokens, labels=tokens).loss for m in (whole, model))
+        expected.backward()
         own.backward()
-        losses.append(far(own, right))
-        # the gradient of a bias of keys is rounding alone
+        losses.append(distance(own, expected))
+        # the gradient of a key bias is only rounding
         least = 1e-3 * max(p.grad.abs().max().item() for p in whole.parameters())
         for (name, p), q in zip(whole.named_parameters(), model.parameters()):
-            found = far(split.whole_value(name, q.grad), p.grad, least)
-            gradients[name] = max(gradients.get(name, 0.0), found)
+            distance_of_grad = distance(split.whole_value(name, q.grad), p.grad, least)
+            gradients[name] = max(gradients.get(name, 0.0), distance_of_grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     parameters = {
-        name: far(split.whole_value(name, q), p)
+        name: distance(split.whole_value(name, q), p)
         for (name, p), q in zip(whole.named_parameters(), model.parameters())
     }
-    same = [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    same_names = [n for n, _ in model.named_parameters()] == [
+        n for n, _ in whole.named_parameters()
+    ]
     numel = sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in whole.parameters())
-    return losses, gradients, parameters, same, numel
+    return losses, gradients, parameters, same_names, numel
 
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", CASES)
-def test_trains_as_the_whole_model(ranks, case, degree):
+def test_a_split_model_trains_as_the_whole_model(ranks, case, degree):
     for losses, gradients, parameters, same, numel in ranks.run(trained, *CASES[case], degree):
-        assert same, "names are the whole model's"
+        assert same, "names differ from the whole model's"
         assert max(losses) < CLOSE
         assert max(gradients.values()) < 10 * CLOSE, max(gradients, key=gradients.get)
         assert max(parameters.values()) < 10 * CLOSE, max(parameters, key=parameters.get)
-        assert numel < 1.5 / degree, "most of it is split"
+        assert numel < 1.5 / degree, "most of the model is not split"
 
 
 def starts(rank):
-    """Each rank builds another model, at another random state."""
+    """Split models that differ by rank, with different random states."""
     torch.manual_seed(rank)
     model = built(*CASES["gpt2"], seed=rank)
     split = tensor_parallel(model, tensor_mesh(2))
-    right = built(*CASES["gpt2"], seed=rank // 2 * 2)
+    expected = built(*CASES["gpt2"], seed=rank // 2 * 2)
     own = {name: split.whole_value(name, p) for name, p in model.named_parameters()}
     torch.manual_seed(7)
     split.check_random_state()
@@ -181,10 +183,10 @@ def starts(rank):
     try:
         split.check_random_state()
     except DifferError as error:
-        return all(torch.equal(own[n], p) for n, p in right.named_parameters()), str(error)
+        return all(torch.equal(own[n], p) for n, p in expected.named_parameters()), str(error)
 
 
-def test_the_group_starts_as_its_first_rank(ranks):
+def test_a_group_starts_with_the_values_of_its_first_rank(ranks):
     for equal, words in ranks.run(starts):
         assert equal
         assert "tensor ranks 0 and 1 of a replica draw different random numbers" in words
@@ -194,12 +196,13 @@ DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.5}
 
 
 def dropped(rank):
-    """Loss, norm's gradient and own random numbers, without and with activation checkpointing."""
+    """Return loss, gradients and random numbers inside attention, without and with activation
+    checkpointing, then two losses in eval mode."""
     model = built("gpt2", GPT2 | DROPS)
     split = tensor_parallel(model, tensor_mesh(2))
     seen = []
     attention = model.transformer.h[0].attn
-    attention.c_proj.register_forward_pre_hook(lambda _, given: seen.append(torch.rand(3)))
+    attention.c_proj.register_forward_pre_hook(lambda _, _inputs: seen.append(torch.rand(3)))
     out = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -217,16 +220,16 @@ def dropped(rank):
     return out, quiet
 
 
-def test_dropout_agrees_outside_and_differs_inside(ranks):
-    found = ranks.run(dropped)
-    for first, second in (found[:2], found[2:]):
-        for mine, other in zip(first[0], second[0]):
-            *alike, own = zip(mine, other)
-            assert all(torch.equal(x, y) for x, y in alike), "activations and gradients agree"
-            assert not torch.equal(*own), "heads of different ranks drop different scores"
-    for (plain, again), quiet in found:
-        assert torch.equal(plain[-1], again[-1]), "recomputed with the same own numbers"
-        assert max(far(x, y) for x, y in zip(again, plain)) < CLOSE
+def test_dropout_is_equal_outside_split_layers_and_differs_inside(ranks):
+    results = ranks.run(dropped)
+    for first, second in (results[:2], results[2:]):
+        for own_results, other in zip(first[0], second[0]):
+            *alike, own = zip(own_results, other)
+            assert all(torch.equal(x, y) for x, y in alike), "activations or gradients differ"
+            assert not torch.equal(*own), "heads of different ranks drop the same scores"
+    for (plain, recomputed), quiet in results:
+        assert torch.equal(plain[-1], recomputed[-1]), "recomputation drew different numbers"
+        assert max(distance(x, y) for x, y in zip(recomputed, plain)) < CLOSE
         assert quiet[0] == quiet[1] != plain[0].item()
 
 
@@ -261,7 +264,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A user's own, which nobody knows."""
+    """A user's own model, which needs a plan."""
 
     def __init__(self, vocabulary=30, width=16, heads=4, layers=2):
         super().__init__()
@@ -288,7 +291,8 @@ PLAN = {
 
 
 def planned(rank, degree, stage):
-    """How far outputs and gradients are, of a whole decoder, or of one that lacks a block."""
+    """Return the distances of outputs, gradients and norm, for a decoder with all blocks or without one
+    of them."""
     torch.manual_seed(0)
     whole = Decoder()
     if stage:
@@ -301,80 +305,82 @@ def planned(rank, degree, stage):
     for out in outputs:
         out.square().sum().backward()
     gradients = {
-        name: far(split.whole_value(name, q.grad), p.grad)
+        name: distance(split.whole_value(name, q.grad), p.grad)
         for (name, p), q in zip(whole.named_parameters(), model.parameters())
     }
-    same = [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    same_names = [n for n, _ in model.named_parameters()] == [
+        n for n, _ in whole.named_parameters()
+    ]
     squares = sum(q.grad.square().sum() for n, q in model.named_parameters() if split.counts(n))
     total = squares.clone()
     torch.distributed.all_reduce(total, group=split.mesh.get_group())
-    right = sum(p.grad.square().sum() for p in whole.parameters())
+    expected = sum(p.grad.square().sum() for p in whole.parameters())
     return (
-        far(*outputs[::-1]),
+        distance(*outputs[::-1]),
         gradients,
-        same,
-        far(total, right),
+        same_names,
+        distance(total, expected),
         isinstance(model.head, nn.Linear),
     )
 
 
 @pytest.mark.parametrize("stage", [False, True], ids=["whole", "without a block"])
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_plan_of_ones_own(ranks, degree, stage):
+def test_a_users_own_plan(ranks, degree, stage):
     for output, gradients, same, norm, linear in ranks.run(planned, degree, stage):
         assert same and linear
         assert output < CLOSE
         assert max(gradients.values()) < 10 * CLOSE, max(gradients, key=gradients.get)
-        assert norm < CLOSE, "what all ranks have alike is counted once"
+        assert norm < CLOSE, "replicated values are not counted once"
 
 
 def staged(rank, kind, config):
-    """How far what two stages compute is from the whole model: input's gradient, the loss, and all
-    gradients, by stage."""
+    """Return the distances of the loss and all gradients of two stages from those of the whole
+    model."""
     whole = built(kind, config)
     tokens = batch(config["vocab_size"])
-    right = whole(tokens, labels=tokens, use_cache=False).loss
-    right.backward()
+    expected = whole(tokens, labels=tokens, use_cache=False).loss
+    expected.backward()
     values = {name: p.grad for name, p in whole.named_parameters()}
-    given = MicroBatch((), {"input_ids": tokens, "labels": tokens, "use_cache": False})
-    found, summed, crossed = {}, {}, ()
-    passed = []  # what the first stage returned, and what the second took
+    inputs = MicroBatch((), {"input_ids": tokens, "labels": tokens, "use_cache": False})
+    distances, summed, received = {}, {}, ()
+    stages = []  # for each stage: the model, its split and the tensors that it sent on
     for segment in (Segment(0, 1), Segment(1, 2)):
         model = copy.deepcopy(whole)
         model.zero_grad()
-        stage = StageModel(model, Cuts(model, (), given.kwargs), [segment])
+        stage = StageModel(model, Cuts(model, (), inputs.kwargs), [segment])
         split = tensor_parallel(model, tensor_mesh(2), stage.own_names)
         assert {name for name, _ in model.named_parameters()} == stage.names
         stage.attach()
-        ended, value = stage.run(segment, crossed, given)
+        ended, value = stage.run(segment, received, inputs)
         assert ended == (segment.begin == 1)
         if not ended:
             tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-            crossed = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
-            passed.append((model, split, tensors))
+            received = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
+            stages.append((model, split, tensors))
             continue
         value.loss.backward()
-        passed.append((model, split, []))
-        found["loss"] = far(value.loss, right)
-        model, _, tensors = passed[0]
-        with_gradient = [(x, c.grad) for x, c in zip(tensors, crossed) if x.requires_grad]
+        stages.append((model, split, []))
+        distances["loss"] = distance(value.loss, expected)
+        model, _, tensors = stages[0]
+        with_gradient = [(x, c.grad) for x, c in zip(tensors, received) if x.requires_grad]
         torch.autograd.backward(*zip(*with_gradient))
-    for model, split, _ in passed:
+    for model, split, _ in stages:
         for name, p in model.named_parameters():
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             summed[name] = summed.get(name, 0) + split.whole_value(name, grad)
     least = 1e-3 * max(grad.abs().max().item() for grad in values.values())
-    return found | {name: far(summed[name], values[name], least) for name in values}
+    return distances | {name: distance(summed[name], values[name], least) for name in values}
 
 
 @pytest.mark.parametrize("case", ["llama, grouped heads", "gpt2", "opt, projected"])
-def test_stages_of_a_model(ranks, case):
-    """A stage lacks the blocks of others, and has the tied embedding on both sides."""
-    for found in ranks.run(staged, *CASES[case]):
-        assert max(found.values()) < 10 * CLOSE, max(found, key=found.get)
+def test_split_stages_compute_as_the_whole_model(ranks, case):
+    """A stage lacks the other stage's blocks, and both stages have the tied embedding."""
+    for distances in ranks.run(staged, *CASES[case]):
+        assert max(distances.values()) < 10 * CLOSE, max(distances, key=distances.get)
 
 
-def refused(rank, make, degree, options):
+def refusal_of(rank, make, degree, options):
     model = make()
     before = {name: p.clone() for name, p in model.named_parameters()}
     kinds = [type(module) for module in model.modules()]
@@ -475,33 +481,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(ranks, case):
-    make, degree, options, words = REFUSED[case]
-    for found in ranks.run(refused, make, degree, options):
-        assert found and re.search(words, found), found
+def test_a_model_that_cannot_be_split_is_refused_and_unchanged(ranks, case):
+    make, degree, options, message = REFUSED[case]
+    for error in ranks.run(refusal_of, make, degree, options):
+        assert error and re.search(message, error), error
 
 
-def of_no_vocabulary(rank):
-    """What models say, whole and split, of tokens that are in no vocabulary: 60 of 61 is, and 61
-    falls on the padding of the last rank."""
-    models, found = [built(*CASES["gpt2"]) for _ in range(2)], []
+def token_errors(rank):
+    """Return the errors of the whole and the split model for tokens near the vocabulary's end: of 61
+    tokens 60 is the last, and 61 falls on the padding of the last rank."""
+    models, errors = [built(*CASES["gpt2"]) for _ in range(2)], []
     tensor_parallel(models[1], tensor_mesh(2))
     for model in models:
         for token in (60, 61, 62, -1):
             try:
                 model(torch.tensor([[token]]))
-                found.append("")
+                errors.append("")
             except IndexError as error:
-                found.append(str(error))
-    return found
+                errors.append(str(error))
+    return errors
 
 
-def test_a_token_of_no_vocabulary_is_refused_as_by_the_whole_model(ranks):  # Rule 6
-    for found in ranks.run(of_no_vocabulary):
-        assert found == 2 * ["", *3 * ["index out of range in self"]]
+def test_a_token_outside_the_vocabulary_has_the_error_of_the_whole_model(ranks):  # Rule 6
+    for errors in ranks.run(token_errors):
+        assert errors == 2 * ["", *3 * ["index out of range in self"]]
 
 
-def again(rank):
+def split_twice(rank):
     model = Decoder()
     for _ in range(2):
         try:
@@ -511,12 +517,12 @@ def again(rank):
     return None
 
 
-def test_a_layer_is_split_once(ranks):
-    assert all("head: the layer is split already" in words for words in ranks.run(again))
+def test_a_layer_cannot_be_split_twice(ranks):
+    assert all("head: the layer is split already" in words for words in ranks.run(split_twice))
 
 
 class Values:
-    """A source of pieces as the optimizer of one of two data-parallel ranks is."""
+    """A source of pieces like the optimizer of one of two data-parallel ranks."""
 
     param_groups, steps_done = (), 0
 
@@ -537,7 +543,7 @@ class Values:
 
 
 def over_chosen_networks(rank):
-    """As `trained`, where the tensor group is one of a job's own process groups."""
+    """Like `trained`, with a tensor group from the process groups of a job."""
     groups = Groups.of(Parallelism(dp=2, tp=2), [("h", "c", WORLD)])
     hosts = [HostCards("h", "h", ())] * WORLD
     processes = make_process_groups(groups.to_create, choose_networks(groups.to_create, hosts), 60)
@@ -547,31 +553,36 @@ def over_chosen_networks(rank):
     model = copy.deepcopy(whole)
     split = tensor_parallel(model, mesh)
     tokens = batch(61)
-    for one in (whole, model):
-        one(tokens, labels=tokens).loss.backward()
+    for either in (whole, model):
+        either(tokens, labels=tokens).loss.backward()
     split.check_random_state()
     source = TensorPieces(Values(model, rank // 2), split)
-    right = dict(whole.named_parameters())
+    expected = dict(whole.named_parameters())
     for extent in source.extents():
         value = source.piece(extent).arrays[VALUE]
-        assert torch.equal(value, right[extent.name].detach().flatten()[extent.start : extent.stop])
+        assert torch.equal(
+            value, expected[extent.name].detach().flatten()[extent.start : extent.stop]
+        )
     return max(
-        far(split.whole_value(name, p.grad), right[name].grad)
+        distance(split.whole_value(name, p.grad), expected[name].grad)
         for name, p in model.named_parameters()
     )
 
 
-def test_over_the_groups_of_a_job(ranks):
-    for found in ranks.run(over_chosen_networks):
-        assert found < 10 * CLOSE, found
+def test_a_model_is_split_over_a_process_group_of_a_job(ranks):
+    for distance_of_rank in ranks.run(over_chosen_networks):
+        assert distance_of_rank < 10 * CLOSE, distance_of_rank
 
 
-MICRO_BATCHES, CLIP = 4, 0.5  # of a step; the largest norm
+MICRO_BATCHES, CLIP = 4, 0.5  # per step; largest norm
 
 
-def sharded(rank, degree, told, steps):
-    """`steps` steps of tensor and data parallelism with an overlapped sharded optimizer, after
-    those that the pieces `told` are of. Gradient norms, all pieces, whole values."""
+def sharded(rank, degree, pieces_before, steps):
+    """Train with tensor and data parallelism and an overlapped sharded optimizer.
+
+    The `steps` steps follow those of `pieces_before`, if there are any. Returns gradient norms,
+    all pieces and whole values.
+    """
     kind, config = CASES["llama, grouped heads"]
     width, mesh = WORLD // degree, tensor_mesh(degree)
     model = built(kind, config)
@@ -580,8 +591,8 @@ def sharded(rank, degree, told, steps):
     data = data_group(degree)
     options = ShardedOptions(bucket_bytes=8 << 10, split=split)
     optimizer = ShardedOptimizer(model, user, data, options=options)
-    if told:
-        optimizer.load(wanted_of(told, optimizer.needed()), 2)
+    if pieces_before:
+        optimizer.load(parts_in(pieces_before, optimizer.needed()), 2)
     norms = []
     for step in range(optimizer.steps_done, optimizer.steps_done + steps):
         own = range(rank // degree, MICRO_BATCHES, width)
@@ -606,10 +617,10 @@ def data_group(degree):
     return mesh["data"].get_group()
 
 
-def wanted_of(told, wanted):
-    """What of the pieces lies in `wanted`."""
-    for extent in wanted:
-        for piece in told:
+def parts_in(pieces_before, needed):
+    """Yield the parts of the pieces that lie in `needed`."""
+    for extent in needed:
+        for piece in pieces_before:
             start = max(extent.start, piece.extent.start)
             stop = min(extent.stop, piece.extent.stop)
             if piece.extent.name == extent.name and start < stop:
@@ -618,8 +629,8 @@ def wanted_of(told, wanted):
                 yield Piece(Extent(extent.name, start, stop), arrays, piece.scalars)
 
 
-def plainly(steps):
-    """Norms and values of the whole model after `steps` steps of one process."""
+def train_whole(steps):
+    """Return norms and values of the whole model after `steps` steps of one process."""
     kind, config = CASES["llama, grouped heads"]
     model = built(kind, config)
     optimizer, norms = optimizer_of(model), []
@@ -633,19 +644,23 @@ def plainly(steps):
     return norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_beside_a_sharded_optimizer_and_with_another_degree_later(ranks):
-    """tp 2 x dp 2 for two steps, then tp 4 from its pieces, as one process does it."""
-    norms, values = plainly(4)
+def test_a_sharded_optimizer_continues_with_another_tensor_degree(ranks):
+    """Two steps with tp 2 x dp 2, then two with tp 4 from their pieces, equal those of one process."""
+    norms, values = train_whole(4)
     first = ranks.run(sharded, 2, [], 2)
-    told = [piece for _, pieces, _ in first for piece in pieces]
+    pieces_before = [piece for _, pieces, _ in first for piece in pieces]
     counts = {name: torch.zeros(x.numel(), dtype=torch.int64) for name, x in values.items()}
-    for piece in told:
+    for piece in pieces_before:
         counts[piece.extent.name][piece.extent.start : piece.extent.stop] += 1
-    assert all((count == 1).all() for count in counts.values()), "each element once"
-    second = ranks.run(sharded, 4, told, 2)
+    assert all((count == 1).all() for count in counts.values()), (
+        "an element is in no piece or in several"
+    )
+    second = ranks.run(sharded, 4, pieces_before, 2)
     for found in (first, second):
-        for got, _, _ in found:
-            right = norms[:2] if found is first else norms[2:]
-            assert got == pytest.approx(right, rel=1e-5), "what all have alike is counted once"
+        for found_norms, _, _ in found:
+            expected = norms[:2] if found is first else norms[2:]
+            assert found_norms == pytest.approx(expected, rel=1e-5), (
+                "replicated values are not counted once"
+            )
     for _, _, whole in second:
-        assert max(far(whole[name], values[name]) for name in values) < 10 * CLOSE
+        assert max(distance(whole[name], values[name]) for name in values) < 10 * CLOSE

@@ -1,5 +1,5 @@
-"""Data-parallel training whose gradients are summed by reducers, which die, come and go: the losses
-are those without reducers, bit for bit (Rule 1)."""
+"""Data-parallel training whose gradients are summed by reducers: the losses are bit-identical to those
+without reducers, even when reducers die, join or leave (Rule 1)."""
 
 import contextlib
 import os
@@ -30,12 +30,12 @@ STEPS = 6
 
 @contextlib.contextmanager
 def reducer(token):
-    """`roadtrain serve --sum`: (process, its address)."""
+    """Run `roadtrain serve --sum`; yield the process and its address."""
     command = [warm_python(), "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum"]
-    words = ["--budget", "64MiB", "--token-file", str(token)]
+    options = ["--budget", "64MiB", "--token-file", str(token)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command + words, stdout=subprocess.PIPE, text=True, env=environment
+        command + options, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             yield process, re.search(r"summing at (\S+),", process.stdout.readline())[1]
@@ -44,15 +44,15 @@ def reducer(token):
 
 
 def sums_for(where):
-    """How many jobs that reducer sums for."""
+    """Return the number of jobs for which that reducer sums."""
     text = health.ask(address_of(where), TcpOptions(token=SECRET))[0]
     return int(re.match(r"sums for (\d+) job", text)[1])
 
 
-def until(found, wait_s=30):
+def wait_until(condition, wait_s=30):
     deadline = time.monotonic() + wait_s
-    while not found():
-        assert time.monotonic() < deadline, "it does not come about"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.05)
 
 
@@ -76,48 +76,50 @@ def spec_of(home, token, reducers, **more):
     return PipelineSpec(home, Parallelism(dp=2), STEPS, options=WIDE, sums=sums, **more)
 
 
-def said(spec):
+def lines_of(spec):
     return (spec.home / "lines-0").read_text()
 
 
-def test_reducers_die_and_come_while_training_goes_on(tmp_path, token, plain):  # Rules 1, 5
-    """It begins with one reducer, another is added to the file, and the first one is killed. The
-    last two steps are taken after that."""
+def test_training_continues_while_reducers_die_and_join(tmp_path, token, plain):  # Rules 1, 5
+    """Training begins with a reducer; a second reducer is added to the file and the first is killed.
+    The last two steps follow afterwards."""
     listed, killed = tmp_path / "reducers.txt", tmp_path / "killed"
-    with reducer(token) as (first, one), reducer(token) as (_, two):
-        listed.write_text(f"{one}\n")
+    with reducer(token) as (first, old), reducer(token) as (_, new):
+        listed.write_text(f"{old}\n")
         spec = spec_of(tmp_path / "run", token, str(listed), pace_s=0.7, until=(STEPS - 2, killed))
         processes = PipelineProcesses(spec)
         try:
             processes.wait_for_step(1)
-            assert (sums_for(one), sums_for(two)) == (1, 0)
-            listed.write_text(f"{one}\n{two} 2  # of twice the rate\n")
-            until(lambda: sums_for(two) == 1)
+            assert (sums_for(old), sums_for(new)) == (1, 0)
+            listed.write_text(f"{old}\n{new} 2  # of twice the rate\n")
+            wait_until(lambda: sums_for(new) == 1)
             first.kill()
             killed.touch()
             assert processes.join() == ["ended"] * 2
         finally:
             processes.end()
     assert losses(processes.spec.home) == plain
-    lines = said(processes.spec)
-    assert f"reducers: {one} ({listed}) sum gradients, and so do the workers" in lines
-    assert f"spare host {two} begins to sum" in lines
-    assert re.search(f"# spare host {one} .*: not used any more", lines)
+    lines = lines_of(processes.spec)
+    assert f"reducers: {old} ({listed}) sum gradients, and so do the workers" in lines
+    assert f"spare host {new} begins to sum" in lines
+    assert re.search(f"# spare host {old} .*: not used any more", lines)
 
 
 @pytest.mark.slow
-def test_reducers_alone_sum_and_a_run_goes_on_without_them(tmp_path, token, plain):  # Rules 1, 3
-    """As placement parameter-server; what a rank has of a snapshot is its share all the same."""
+def test_reducers_sum_alone_and_a_run_resumes_without_them(tmp_path, token, plain):  # Rules 1, 3
+    """This is the placement parameter-server. A rank still has only its share of a snapshot."""
     with reducer(token) as (_, where):
         spec = spec_of(tmp_path, token, [where])
         spec.sums["reducers_alone"] = True
         assert start(replace(spec, steps=4)) == ["ended"] * 2
-    assert f"reducers: {where} sum gradients, workers only if there is no spare host" in said(spec)
+    assert f"reducers: {where} sum gradients, workers only if there is no spare host" in lines_of(
+        spec
+    )
     assert start(replace(spec, sums={})) == ["ended"] * 2
     assert (losses(tmp_path), resumed(tmp_path)) == (plain, [0, 4])
 
 
-def test_another_token_ends_the_start_with_a_sentence(tmp_path, token):  # Rule 8
+def test_another_token_is_refused_at_the_start(tmp_path, token):  # Rule 8
     write_token(tmp_path / "token", b"another secret of a job")
     with reducer(token) as (_, where):
         ends = start(spec_of(tmp_path, tmp_path / "token", [where]))
@@ -125,7 +127,7 @@ def test_another_token_ends_the_start_with_a_sentence(tmp_path, token):  # Rule 
     assert all(where in end for end in ends)
 
 
-def test_a_file_of_reducers_that_is_not_there_is_said_by_all(tmp_path, token):  # Rules 5, 6
+def test_a_missing_file_of_reducers_is_reported_by_all_ranks(tmp_path, token):  # Rules 5, 6
     ends = start(spec_of(tmp_path, token, str(tmp_path / "none")))
     assert (
         ends[0].startswith("ConfigError: cannot read the spare hosts in")
@@ -134,18 +136,18 @@ def test_a_file_of_reducers_that_is_not_there_is_said_by_all(tmp_path, token):  
     assert ends[1].startswith("LostError: the reducers: rank 0") and "No such file" in ends[1]
 
 
-@pytest.mark.parametrize("given", [{"pp": 2}, {"tp": 2}])
-def test_what_reducers_do_not_sum_is_refused(given):  # Rule 6
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}])
+def test_reducers_with_pipeline_or_tensor_parallelism_are_refused(degrees):  # Rule 6
     with pytest.raises(ConfigError, match="reducers need pp 1, tp 1"):
-        ParallelOptions(Parallelism(dp=2, **given), 4, reducers=["h:1"])
+        ParallelOptions(Parallelism(dp=2, **degrees), 4, reducers=["h:1"])
 
 
 def test_one_worker_needs_no_reducers(tmp_path, token):  # Rule 6
-    """As where a run has shrunk to one host."""
+    """This happens after a run has shrunk to one host."""
     spec = spec_of(tmp_path, token, ["127.0.0.1:1"])
     spec = replace(spec, parallelism=Parallelism(), steps=1)
     assert start(spec) == ["ended"]
-    assert "reducers: not used, as there is only one worker" in said(spec)
+    assert "reducers: not used, as there is only one worker" in lines_of(spec)
 
 
 JOB = """
@@ -169,8 +171,8 @@ accumulate = 2
 
 
 @pytest.mark.exhaustive
-def test_a_job_with_reducers(tmp_path, token):  # Rules 1 and 6
-    """The file of reducers is the run's; `status` of the run asks those that it names."""
+def test_a_job_and_its_status_use_the_file_of_reducers(tmp_path, token):  # Rules 1 and 6
+    """The file of reducers is in the run directory; `status` of the run asks the reducers in it."""
     text, path, run = tmp_path / "text.txt", tmp_path / "job.toml", tmp_path / "run"
     text.write_text("A road train is one truck pulling many trailers. " * 400)
     path.write_text(JOB.format(run=run, text=text))
@@ -180,12 +182,12 @@ def test_a_job_with_reducers(tmp_path, token):  # Rules 1 and 6
     run.mkdir()
     with reducer(token) as (_, where):
         (run / "reducers.txt").write_text(where)
-        words = ["--parallelism.reducers", "{run}/reducers.txt"]
-        told = torchrun(path, 2, *words, "--parallelism.reducers_token_file", str(token))
+        options = ["--parallelism.reducers", "{run}/reducers.txt"]
+        output = torchrun(path, 2, *options, "--parallelism.reducers_token_file", str(token))
         table = list[str]()
         assert status.command(str(run), report=table.append) == 0
-    assert f"reducers: {where} ({run}/reducers.txt) sum gradients" in told
+    assert f"reducers: {where} ({run}/reducers.txt) sum gradients" in output
     assert job_losses(path) == plain and len(plain) == 3
     assert any(re.match(rf"reducer 0 +{where}, sums for 0 job", line) for line in table), table
-    assert status.command(str(run), report=table.append) == 1  # it has ended
+    assert status.command(str(run), report=table.append) == 1  # the reducer has ended
     assert any(re.match(r"reducer 0 +does not answer", line) for line in table), table

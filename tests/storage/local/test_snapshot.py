@@ -1,6 +1,6 @@
-"""State in RAM is copied to files every so many steps while training goes on; when a host's RAM
-is gone, all go back to the last copy that all servers have, and every loss from there is as it
-was (Rule 3)."""
+"""State in RAM is copied to files every few steps while training continues. When a host's RAM is
+lost, all servers go back to the newest copy that all of them have, and the losses from there are
+repeated (Rule 3)."""
 
 import random
 import shutil
@@ -19,11 +19,11 @@ from tests.support.processes import HostProcess, Workers, losses
 CASE, STEPS, EVERY = Case(clip=0.5, groups=True, frozen=True), 24, 3
 LATE = Case(dtype=torch.bfloat16, eager=True, staleness=1)
 SLOW = ("slow", 0.02)  # a snapshot takes longer than a step
-REST = pytest.mark.exhaustive  # more cells of what the others show
+REST = pytest.mark.exhaustive  # further cases of the same rules
 
 
 class Group:
-    """Two hosts, each with a RAM directory, and snapshots on files."""
+    """Hosts with a RAM directory each and snapshots in files."""
 
     def __init__(self, home, every=EVERY, count=2):
         self.home, self.every, self.hosts, self.session = home, every, [None] * count, 0
@@ -33,7 +33,7 @@ class Group:
         )
 
     def start(self, case, steps, workers=2, fault=None, **options):
-        """The hosts that do not run, and workers."""
+        """Start the hosts that are not running, and workers."""
         for i, host in enumerate(self.hosts):
             if host is None or not host.process.is_alive():
                 self.hosts[i] = HostProcess(
@@ -44,14 +44,14 @@ class Group:
         return Workers(case, where, self.home, steps, workers, session=str(self.session), **options)
 
     def kill(self, *which, lose=True):
-        """SIGKILL; `lose`: and the hosts' memory is gone."""
+        """Send SIGKILL to hosts; with `lose` their memory is lost, too."""
         for i in which or range(len(self.hosts)):
             self.hosts[i].kill()
             if lose:
                 shutil.rmtree(self.ram[i], ignore_errors=True)
 
-    def kept(self):
-        """The newest snapshot that each has."""
+    def snapshot_steps(self):
+        """Return the step of each host's newest snapshot, -1 for none."""
         tiers = [open_part(path) for path in self.files]
         steps = [-1 if tier is None else tier.step for tier in tiers]
         for tier in filter(None, tiers):
@@ -61,33 +61,33 @@ class Group:
 
 @pytest.fixture
 def group(tmp_path):
-    made = []
+    groups = []
 
     def make(**options):
-        made.append(Group(tmp_path, **options))
-        return made[-1]
+        groups.append(Group(tmp_path, **options))
+        return groups[-1]
 
     yield make
-    for one in made:
-        one.kill(lose=False)
+    for started in groups:
+        started.kill(lose=False)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """case -> the losses of two workers that nothing happens to."""
-    found = {}
+    """Return a function: case -> losses of two workers without faults."""
+    by_case = {}
 
-    def of(case):
-        if case not in found:
+    def losses_of(case):
+        if case not in by_case:
             home = tmp_path_factory.mktemp("whole")
             host = HostProcess(home / "host")
             workers = Workers(case, [host.where], home, STEPS, 2)
             assert workers.join() == [0, 0], workers.errors()
             host.kill()
-            found[case] = [losses(log) for log in workers.logs]
-        return found[case]
+            by_case[case] = [losses(log) for log in workers.logs]
+        return by_case[case]
 
-    return of
+    return losses_of
 
 
 def wait_for(ready, what, seconds=200):
@@ -101,16 +101,16 @@ def newest(workers):
     return max((int(s) for s in losses(workers.logs[0]) if s != "end"), default=0)
 
 
-def same(workers, reference):
-    for log, wanted in zip(workers.logs, reference):
+def assert_same_losses(workers, reference):
+    for log, expected in zip(workers.logs, reference):
         seen = losses(log)
         assert all(len(v) == 1 for s, v in seen.items() if s != "end"), (
             "a step was repeated with another loss"
         )
-        assert {s: v for s, v in seen.items() if s in wanted} == wanted
+        assert {s: v for s, v in seen.items() if s in expected} == expected
 
 
-def said(workers, words):
+def notes_with(workers, words):
     return [line for line in workers.notes() if words in line]
 
 
@@ -119,13 +119,13 @@ def said(workers, words):
     ("case", "fault"),
     [pytest.param(CASE, SLOW, id="slow"), pytest.param(LATE, None, id="late", marks=REST)],
 )
-def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1 and 3
+def test_training_continues_during_a_snapshot(case, fault, group, undisturbed):  # Rules 1 and 3
     ours = group()
     workers = ours.start(case, STEPS, fault=fault)
     assert workers.join() == [0, 0], workers.errors()
-    same(workers, undisturbed(case))
-    assert "a snapshot to files every 3 steps" in said(workers, "placed")[0]
-    for host in ours.hosts:  # the last session's snapshot is finished when it is over
+    assert_same_losses(workers, undisturbed(case))
+    assert "a snapshot to files every 3 steps" in notes_with(workers, "placed")[0]
+    for host in ours.hosts:  # a session ends after its last snapshot is finished
         wait_for(lambda host=host: "session over" in host.log.read_text(), "the end of the session")
         steps = [
             int(line.split()[3])
@@ -140,7 +140,7 @@ def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1
         for chunk, record in tier.meta.owned(i).items():
             part = "record" if tier.has_weights(chunk) else "state"
             start = 0 if part == "record" else record.weights_nbytes
-            # its checksums hold
+            # read() verifies the checksums
             tier.read(chunk, part, Buffer(record.nbytes).view[start : record.nbytes])
         tier.close()
 
@@ -166,26 +166,26 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, 
         ours.kill()
         reached = newest(workers)
         assert workers.join() == [3, 3]
-        kept = ours.kept()
+        snapshot_steps = ours.snapshot_steps()
         assert (
-            min(kept) >= 0
-            and all(step % EVERY == 0 for step in kept)
-            and max(kept) - min(kept) in (0, EVERY)
+            min(snapshot_steps) >= 0
+            and all(step % EVERY == 0 for step in snapshot_steps)
+            and max(snapshot_steps) - min(snapshot_steps) in (0, EVERY)
         )
-        assert reached - min(kept) <= 2 * EVERY
+        assert reached - min(snapshot_steps) <= 2 * EVERY
         for log in workers.logs:
             (ours.home / f"{log.name}.said").unlink()
-        workers = ours.start(case, min(kept) + 1, fault=fault)
+        workers = ours.start(case, min(snapshot_steps) + 1, fault=fault)
         assert workers.join() == [0, 0], workers.errors()
-        assert f"step {min(kept)};" in said(workers, "placed")[0]
+        assert f"step {min(snapshot_steps)};" in notes_with(workers, "placed")[0]
         assert (
-            f"snapshot of step {min(kept)}, fewer than 6 steps"
-            in said(workers, "memory was lost")[0]
+            f"snapshot of step {min(snapshot_steps)}, fewer than 6 steps"
+            in notes_with(workers, "memory was lost")[0]
         )
     workers = ours.start(case, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
     reference = [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(case)]
-    same(workers, reference)
+    assert_same_losses(workers, reference)
 
 
 @pytest.mark.timeout(600)
@@ -197,7 +197,7 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, 
         pytest.param(1, {"relay": "64MiB"}, id="relay"),
     ],
 )
-def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
+def test_all_hosts_go_back_when_one_host_is_lost(lost, options, group, undisturbed):
     ours = group(every=4)
     workers = ours.start(CASE, STEPS * 100, **options)
     wait_for(lambda: newest(workers) > 9, "some steps")
@@ -208,7 +208,7 @@ def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
     step = newest(workers)
     workers = ours.start(CASE, max(STEPS, step + 2), **options)
     assert workers.join() == [0, 0], workers.errors()
-    (line,) = said(workers, "memory was lost")
+    (line,) = notes_with(workers, "memory was lost")
     assert ("hold steps -1, " if lost == 0 else ", -1 (") in line
     back, steps = (
         int(line.split("snapshot of step ")[1].split(",")[0]),
@@ -216,11 +216,13 @@ def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
     )
     assert back % 4 == 0 and back > 0 and abs(back + steps - step) <= 2, (line, step)
     assert f"back to step {back} of the snapshot" in other.log.read_text()
-    same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
+    assert_same_losses(
+        workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)]
+    )
 
 
 @pytest.mark.timeout(600)
-def test_with_replicas_all_go_back_only_where_no_copy_is_left(group, undisturbed):
+def test_with_replicas_hosts_go_back_only_if_no_copy_is_left(group, undisturbed):
     ours = group(every=4, count=3)
     workers = ours.start(CASE, STEPS * 100, replicas=2)
     wait_for(lambda: newest(workers) > 5, "some steps")
@@ -229,20 +231,22 @@ def test_with_replicas_all_go_back_only_where_no_copy_is_left(group, undisturbed
     workers = ours.start(CASE, STEPS * 100, replicas=2)
     step = newest(workers)
     wait_for(lambda: newest(workers) > step + 8, "some steps")
-    assert said(workers, "replicas: server 0") and not said(workers, "memory was lost")
-    ours.kill(1, 2)  # neighbours: who holds what they both held is gone
-    shutil.rmtree(ours.files[2])  # what it held is in the snapshots of the others
+    assert notes_with(workers, "replicas: server 0") and not notes_with(workers, "memory was lost")
+    ours.kill(1, 2)  # neighbours: both copies of the chunks that they share are lost
+    shutil.rmtree(ours.files[2])  # the snapshots of the other hosts hold its chunks
     assert workers.join() == [3, 3]
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2), replicas=2)
     assert workers.join() == [0, 0], workers.errors()
-    (line,) = said(workers, "memory was lost")
+    (line,) = notes_with(workers, "memory was lost")
     assert int(line.split("snapshot of step ")[1].split(",")[0]) > step, (line, step)
-    assert said(workers, "replicas: server 2")
-    same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
+    assert notes_with(workers, "replicas: server 2")
+    assert_same_losses(
+        workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)]
+    )
 
 
 @pytest.mark.timeout(600)
-def test_a_snapshot_counts_where_the_replica_missed_more(group, undisturbed):
+def test_a_snapshot_is_used_if_the_replica_is_older(group, undisturbed):
     ours = group(every=4)
     assert ours.start(CASE, 5, replicas=2).join() == [0, 0]
     ours.kill(1, lose=False)
@@ -252,12 +256,14 @@ def test_a_snapshot_counts_where_the_replica_missed_more(group, undisturbed):
     ours.kill(0)
     workers = ours.start(CASE, STEPS, replicas=2)
     assert workers.join() == [0, 0], workers.errors()
-    assert "hold steps -1, 5 " in said(workers, "snapshot of step 12, fewer than 8 steps")[0]
-    same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
+    assert "hold steps -1, 5 " in notes_with(workers, "snapshot of step 12, fewer than 8 steps")[0]
+    assert_same_losses(
+        workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)]
+    )
 
 
 @pytest.mark.timeout(600)
-def test_a_death_that_leaves_the_memory_costs_no_step(group, undisturbed):
+def test_a_death_without_loss_of_memory_costs_no_step(group, undisturbed):
     ours, rng = group(), random.Random(1)
     for _ in range(2):
         workers = ours.start(CASE, STEPS * 100, fault=SLOW)
@@ -266,13 +272,15 @@ def test_a_death_that_leaves_the_memory_costs_no_step(group, undisturbed):
         time.sleep(rng.random() / 2)
         ours.kill(lose=False)
         assert workers.join() == [3, 3]
-        assert not said(workers, "memory was lost")
+        assert not notes_with(workers, "memory was lost")
     assert ours.start(CASE, newest(workers) + 2 * EVERY).join() == [0, 0]
-    ours.kill()  # after many half snapshots there is one that both have
+    ours.kill()  # despite many unfinished snapshots both hosts have a common one
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
-    assert said(workers, "memory was lost")
-    same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
+    assert notes_with(workers, "memory was lost")
+    assert_same_losses(
+        workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)]
+    )
 
 
 @pytest.mark.timeout(600)
@@ -281,7 +289,7 @@ def test_a_death_that_leaves_the_memory_costs_no_step(group, undisturbed):
     [pytest.param(0, id="the first", marks=REST), pytest.param(30, id="a later one")],
 )
 def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, undisturbed):
-    """The state is still in memory: with room on the disk the same commands go on."""
+    """The state is still in memory, so the same commands continue once the disk has room."""
     ours = group()
     workers = ours.start(CASE, STEPS * 100, fault=("full", writes))
     assert workers.join() == [3, 3]
@@ -292,16 +300,18 @@ def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, un
     ours.kill(lose=False)
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
-    assert not said(workers, "memory was lost")
-    same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
+    assert not notes_with(workers, "memory was lost")
+    assert_same_losses(
+        workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)]
+    )
 
 
-def test_servers_that_do_not_fit_are_told(group, tmp_path):
+def test_servers_with_other_snapshots_or_options_are_refused(group, tmp_path):
     ours = group()
     assert ours.start(CASE, 4).join() == [0, 0]
     ours.kill()
     ours.files.reverse()
-    soon = {"retry_s": 1, "deadline_s": 4}  # else worker 1 waits for a worker 0 that has been told
+    soon = {"retry_s": 1, "deadline_s": 4}  # else worker 1 waits for worker 0, which was refused
     workers = ours.start(CASE, 5, **soon)
     assert workers.join() == [3, 3]
     assert any("holds a snapshot of server" in e for e in workers.errors()), workers.errors()

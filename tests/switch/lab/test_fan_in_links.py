@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common.lab import CARRIED, Lab, Measured, Scene
+from benchmarks.common.lab_worker import WorkerSpec
 from benchmarks.common.model420 import adamw, batch
-from benchmarks.fanin.lab import CARRIED, Lab, Measured, Scene
-from benchmarks.fanin.worker import WorkerSpec
 from roadtrain.lab import network_available
 
 WHY = network_available()

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 
 from benchmarks.fanin.machines import LiteralSwitch
-from benchmarks.fanin.plain import PlainTable
 from benchmarks.fanin.random import Faults, Scene, Table, send_through
 from roadtrain.errors import WireError
 from roadtrain.switch.switch_table import SwitchTable
+from tests.support.plain_table import PlainTable
 
 BAD = Faults(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fanin.plain import PlainTable
 from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
 from roadtrain.switch.switch_table import SwitchTable
+from tests.support.plain_table import PlainTable
 
 SUMMED = [(Kind.GRADIENT, 1), (Kind.GRADIENT, 2), (Kind.GRADIENT, 4), (Kind.EXPONENTS, 0)]
 Sent = tuple[
