@@ -379,9 +379,13 @@ def test_spare_hosts_load_formats_of_the_user(tmp_path, hosts, monkeypatch):
                     return out.max()
 
                 results = group.run(work, spares=((2, where, 1e9),))
-            assert (
-                results == [8.0] * 2 if right else all("doubled" in str(error) for error in results)
-            ), results
+            if right:
+                assert results == [8.0] * 2
+            else:  # the job may have failed before the other worker was connected
+                errors = [str(error) for error in results]
+                late = "busy with another start of this job"
+                assert any("doubled" in error for error in errors), errors
+                assert all("doubled" in error or late in error for error in errors), errors
     finally:
         del formats.FORMATS["doubled"]
         formats.format_of.cache_clear()
