@@ -28,7 +28,7 @@ test: $(READY)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
-	$(MANY) -m "not slow and not exhaustive and not lab" tests/*/unit $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not exhaustive and not lab" tests/*/unit $(ARGS)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)

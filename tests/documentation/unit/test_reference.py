@@ -116,6 +116,7 @@ def test_a_table_of_unknown_options_is_refused():
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/rooms/*.md")), ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_a_page_of_a_room_lists_files_that_have_a_docstring(page):
     listed = re.findall(r"(?m)^\d+\. `[\w/]+\.py`$", page.read_text())
     described = generate.described_files(page.read_text())

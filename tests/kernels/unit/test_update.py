@@ -82,6 +82,7 @@ def make(cls, options, n=1003):
 
 
 @pytest.mark.parametrize(("cls", "options", "formats"), COMPILED)
+@pytest.mark.slow
 def test_kernel_equals_reference_in_any_cut(cls, options, formats):
     _, optimizer, _ = make(cls, options)
     (rule,) = rules_for(optimizer)

@@ -303,6 +303,7 @@ def test_workers_on_dead_nodes_count_as_ended(
     )
 
 
+@pytest.mark.slow
 def test_the_engine_reports_the_end_of_workers_on_dead_nodes(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], None]
 ) -> None:
@@ -455,6 +456,7 @@ class FakeService:
 
 
 @pytest.mark.parametrize("why", ["unavailable", "silent"])
+@pytest.mark.slow
 def test_an_unresponsive_actor_is_replaced(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -675,6 +677,7 @@ def begins(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Cal
     return lambda: start.start_supervisor(home)
 
 
+@pytest.mark.slow
 def test_a_launch_waits_for_the_actor_of_an_ended_run(
     home: RunHome, fake: FakeRay, begins: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

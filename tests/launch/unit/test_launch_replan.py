@@ -246,6 +246,7 @@ def search_all(cluster: Cluster) -> SearchResult:
     return search(cluster, model, Constants(), batch=16, placements=["zero1"], explain=False)
 
 
+@pytest.mark.slow
 def test_a_slowed_card_in_the_middle_of_a_pipeline_is_planned_away() -> None:
     cluster = cluster_of([100, 25, 100, 100])
     found, as_given = best_arrangement(cluster, search_all), search_all(cluster).pick
@@ -403,6 +404,7 @@ def test_a_slowed_link_gives_a_new_plan_of_the_same_hosts_and_keeps_the_old_file
     assert lines[0] == "hosts.gpu1.nics: measured 3.1 MB/s, the plan has 12 MB/s"
 
 
+@pytest.mark.slow
 def test_a_dry_run_keeps_the_plan_and_writes_the_new_one_to_the_given_file(
     home: RunHome, tmp_path: Path
 ) -> None:
@@ -671,6 +673,7 @@ def check_later(home: RunHome) -> None:
 
 @pytest.mark.usefixtures("no_supervisor")
 @pytest.mark.parametrize("why", ["the user asked for it", "all workers are done"])
+@pytest.mark.slow
 def test_a_run_that_ended_by_itself_is_not_continued(home: RunHome, why: str) -> None:
     old = write_launch(home, gpus(), DP4)
     with Paused(home, why) as run:

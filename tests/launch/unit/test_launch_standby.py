@@ -102,6 +102,7 @@ def test_a_killed_standby_is_restarted(home: RunHome, monkeypatch: pytest.Monkey
     standby.close()
 
 
+@pytest.mark.slow
 def test_a_failed_start_of_the_standby_does_not_end_the_run(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

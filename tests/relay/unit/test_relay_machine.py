@@ -48,6 +48,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("buffers", [1, 3, 40])
+@pytest.mark.slow
 def test_every_pull_gets_the_requested_version(seed, buffers):  # Rule 4, Rule 5
     rng, world = random.Random(seed), World(3, buffers, seed)
     requested = []
@@ -70,6 +71,7 @@ def test_every_pull_gets_the_requested_version(seed, buffers):  # Rule 4, Rule 5
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.slow
 def test_each_step_has_one_sum_of_its_own_pushes(seed, closes):  # Rule 1
     """Workers may run ahead; some drop their gradients and push again."""
     rng, n, chunks, steps = random.Random(seed), 3, range(4), 4

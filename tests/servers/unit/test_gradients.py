@@ -169,6 +169,7 @@ def test_gradients_of_16_bit_parameters_add_up_rounded() -> None:
     ("old", "new"),
     [(a, b) for a in ITEMSIZE if a in ("fp32", "bf16", "fp16") for b in ("fp32", "bf16", "fp16")],
 )
+@pytest.mark.slow
 def test_recast_in_place(old: str, new: str, n: int) -> None:
     values = numbers(chunk_of(n=n), 3)[:n]
     memory = bytearray(4 * n)

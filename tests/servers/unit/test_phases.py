@@ -54,6 +54,7 @@ def train(machine: ServerStateMachine, seed: int) -> None:
     assert all(chunk.phase is ChunkPhase.IDLE for chunk in machine.chunks.values())
 
 
+@pytest.mark.slow
 def test_every_transition_of_a_chunk_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record_transitions(monkeypatch, ChunkState)
     for seed in range(20):

@@ -135,6 +135,7 @@ def test_every_buffer_holds_what_goes_into_it(job, extra):
 
 @given(jobs())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_more_memory_never_means_less_of_anything_needed(job):
     table, records, owners, options = job
     least = least_of(job)

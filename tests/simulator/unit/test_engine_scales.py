@@ -82,6 +82,7 @@ def test_sharing_is_max_min_at_any_scale(case: tuple[list[Resource], list[Task]]
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(WIDE, WIDE), min_size=1, max_size=8), WIDE)
+@pytest.mark.slow
 def test_every_task_ends_at_any_scale(tasks: list[tuple[float, float]], capacity: float) -> None:
     """A resource is busy until all tasks are done: the end is the total work over its capacity."""
     engine = Engine()

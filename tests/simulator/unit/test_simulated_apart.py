@@ -92,6 +92,7 @@ def test_ranks_on_a_host_share_its_traffic(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["server", "optimizer-node"])
+@pytest.mark.slow
 def test_a_server_receives_the_gradients_of_every_host_of_a_replica(name: str) -> None:
     """Including replicas whose context ranks are on several hosts."""
     where, plan = cluster(4, 1, sums=True), Plan(placement(name), Parallelism(dp=2, cp=2))

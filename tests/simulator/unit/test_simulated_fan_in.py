@@ -80,6 +80,7 @@ def frames(nbytes: float) -> float:
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 @pytest.mark.parametrize(("wire", "width"), [("int32", 4), ("int16", 2), ("int8", 1)])
+@pytest.mark.slow
 def test_every_link_carries_each_byte_once(workers: int, wire: str, width: int) -> None:
     """Not W times: 16-bit parameters and maximal exponents down, integers and exponents up."""
     chunk = N // 8
@@ -267,6 +268,7 @@ def test_without_a_server_the_root_is_the_switch_nearest_to_all() -> None:
 
 
 @pytest.mark.parametrize(("workers", "of_racks"), [(4, 1), (8, 1), (8, 2)])
+@pytest.mark.slow
 def test_the_lab_is_predicted(workers: int, of_racks: int) -> None:
     """Every link carries S in each direction, the only bound of a step without computing."""
     sizes = ModelSizes(layers=10, layer=1 << 20)

@@ -123,6 +123,7 @@ def test_the_speed_of_a_segment_is_measured_per_block(
     assert sorted(found.activation_bytes) == blocks
 
 
+@pytest.mark.slow
 def test_timing_leaves_the_model_unchanged() -> None:
     stage, _, _ = stage_of(Segment(0, 4))
     model, rng = stage.model, torch.get_rng_state()
@@ -136,6 +137,7 @@ def test_timing_leaves_the_model_unchanged() -> None:
     assert torch.equal(rng, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_parameters_and_activations_of_blocks_are_counted() -> None:
     """A block keeps at most its input, the output of its linear, two statistics, and the mask and
     input of its dropout; parameters count for the block that owns them."""

@@ -398,6 +398,7 @@ def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:
         launch_of(environment | variables)
 
 
+@pytest.mark.slow
 def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
     with pytest.raises(ConfigError, match=r"MASTER_ADDR 127.0.0.1 resolves to 127.0.0.1, which is"):
         meeting.meet(launch(1, 2, free_port()), deadline_s=0.5, host=HOSTS[0])

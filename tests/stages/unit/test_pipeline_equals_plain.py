@@ -129,6 +129,7 @@ def gradients(models: list[dict[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
         pytest.param((1,), (1, 2), 3, id="two parts on one rank"),
     ],
 )
+@pytest.mark.slow
 def test_a_pipeline_gives_the_losses_and_gradients_of_a_single_process(
     widths, layers, micros
 ) -> None:  # Rule 1

@@ -205,6 +205,7 @@ def test_a_model_that_is_never_called_as_a_whole(made, poisoned):  # Rule 6
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.slow
 def test_modules_wait_for_the_parameters_they_use(made, poisoned, checkpoint):  # Rule 6
     mine, theirs = Mixed(), Mixed()
     if checkpoint:
@@ -224,6 +225,7 @@ def test_calling_parts_of_a_block_waits_for_it(made, poisoned):  # Rule 6
     )
 
 
+@pytest.mark.slow
 def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)

@@ -83,6 +83,7 @@ def test_the_recorded_forward_changes_no_buffer():  # Rule 6
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1, 1)])
+@pytest.mark.slow
 def test_each_buffer_is_saved_by_the_stage_that_changes_it(sizes):  # Rule 3
     whole, begin, segments = Model(), 0, []
     for size in sizes:

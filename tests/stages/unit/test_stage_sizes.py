@@ -181,6 +181,7 @@ def test_the_search_minimizes_the_step_not_the_slowest_stage() -> None:
     assert best is not None and best.sizes == (5, 1, 3) and best.step_s == 40
 
 
+@pytest.mark.slow
 def test_a_deep_pipeline_is_found_exactly() -> None:
     """There are too many sizes for brute force (C(47, 7) = 63 million)."""
     rng = Random(3)

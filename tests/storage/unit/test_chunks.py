@@ -61,6 +61,7 @@ def pieces(table):
 
 @given(models(), SIZES)
 @settings(max_examples=80, deadline=None)
+@pytest.mark.slow
 def test_every_element_is_in_exactly_one_chunk(model, size):
     table = ChunkTable.build(model, size)
     for i, found in pieces(table).items():
@@ -81,6 +82,7 @@ def test_every_element_is_in_exactly_one_chunk(model, size):
 
 @given(models(), SIZES)
 @settings(max_examples=80, deadline=None)
+@pytest.mark.slow
 def test_runs_and_chunks_are_adjacent_and_page_aligned(model, size):
     table = ChunkTable.build(model, size)
     assert [c.id for c in table.chunks] == list(range(len(table.chunks)))
@@ -139,6 +141,7 @@ def segments(table):
 
 @given(models(), SIZES, SIZES)
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_another_chunk_size_describes_the_same_model(model, first, second):  # Rule 1
     a, b = ChunkTable.build(model, first), ChunkTable.build(model, second)
     assert segments(a) == segments(b)
@@ -154,6 +157,7 @@ def test_another_chunk_size_describes_the_same_model(model, first, second):  # R
 
 @given(models(), SIZES)
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_segments_cover_the_spans(model, size):
     for chunk in ChunkTable.build(model, size).chunks:
         covered = [(s.param, i) for s in chunk.spans for i in (s.start, s.stop)]
@@ -170,6 +174,7 @@ def test_segments_cover_the_spans(model, size):
 
 @given(models(), SIZES)
 @settings(max_examples=40, deadline=None)
+@pytest.mark.slow
 def test_the_fingerprint_covers_names_shapes_and_trainability(model, size):
     table = ChunkTable.build(model, size)
     for b, (_, specs) in enumerate(model):
@@ -200,6 +205,7 @@ def test_the_fingerprint_covers_names_shapes_and_trainability(model, size):
 
 @given(models(), SIZES, st.integers(0, 3), st.integers(0, 50))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_parts_of_a_record_do_not_overlap(model, size, arrays, scalars):
     for chunk in ChunkTable.build(model, size).chunks:
         r = record(chunk, arrays, scalars)

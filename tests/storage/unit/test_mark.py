@@ -128,6 +128,7 @@ def test_a_start_that_returns_to_a_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", range(0, 8 * 110, 13))
+@pytest.mark.slow
 def test_a_flipped_bit(tmp_path: Path, bit: int) -> None:
     write_mark(tmp_path, 5)
     path = tmp_path / module.NAME

@@ -218,6 +218,7 @@ def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", ["creating", "writing", "committing", "publishing", "removing"])
+@pytest.mark.slow
 def test_a_kill_while_converting(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

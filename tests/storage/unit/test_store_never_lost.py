@@ -139,6 +139,7 @@ def test_an_ambiguous_store_is_an_error_and_is_left_alone(part: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["ledger.0", "ledger.1", "store.json"])
+@pytest.mark.slow
 def test_flipped_bits_in_the_other_files(tmp_path: Path, name: str) -> None:
     """A flipped bit in the files that describe and commit a generation is found, or the other
     record is used and reported; nothing is removed."""
@@ -405,6 +406,7 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
 # locks
 
 
+@pytest.mark.slow
 def test_a_second_creation_is_refused_at_once_and_deletes_nothing(tmp_path: Path) -> None:
     # this creation fills the store for hours
     first = create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)
@@ -536,6 +538,7 @@ def test_a_disk_that_still_fails_ends_the_next_start(tmp_path: Path, disk: Disk)
     assert_survives(disk, tmp_path / "0", 2)
 
 
+@pytest.mark.slow
 def test_a_power_cut_at_any_sync(tmp_path: Path, disk: Disk) -> None:
     """A store of two directories is created, trained, reopened, trained and moved into one
     directory: every committed step survives bit for bit."""

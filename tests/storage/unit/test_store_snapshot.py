@@ -116,6 +116,7 @@ def test_every_snapshot_holds_its_step(
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_crash_leaves_the_previous_snapshot_which_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

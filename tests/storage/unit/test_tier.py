@@ -140,6 +140,7 @@ def test_writing_twice_before_a_commit_fails_an_assertion(tier: FileTier) -> Non
     assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 2))
 
 
+@pytest.mark.slow
 def test_threads_on_different_chunks(tier: FileTier) -> None:
     fill(tier)
     errors: list[BaseException] = []

@@ -103,6 +103,7 @@ def test_hf(make, attention):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.slow
 def test_accumulation_and_padding_mask(make):
     mask = torch.ones_like(IDS)
     mask[0, 18:] = 0
@@ -110,6 +111,7 @@ def test_accumulation_and_padding_mask(make):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.slow
 def test_autocast(make):
     def loss(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -142,6 +144,7 @@ def test_backward_inside_autocast():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow
 def test_low_precision_parameters(dtype):
     compare(lambda: llama().to(dtype), lm_loss)
     s = Streamed(gpt2(), dtype=dtype)  # fp32 model; parameters are sent and used in `dtype`

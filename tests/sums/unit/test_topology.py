@@ -179,6 +179,7 @@ def test_nothing_at_all(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("content", [None, b"\xff\xfe not text", b"Unknown\n", b"63\n"])
+@pytest.mark.slow
 def test_an_unusable_file_is_a_gap(
     server: Tree, tmp_path: Path, file: str, gap: str, content: bytes | None
 ) -> None:

@@ -250,6 +250,7 @@ def test_a_group_reaches_all_that_joined_it_and_nobody_else():
         sock.close()
 
 
+@pytest.mark.slow
 def test_random_faults_lose_double_and_reorder_at_their_rates():
     faults = RandomFaults(7, loss=0.2, duplicate=0.1, reorder=0.1)
     ours, theirs = faulty(open_socket(), faults), open_socket()

@@ -215,6 +215,7 @@ def test_sums_equal_the_references_and_then_free_their_memory(scene: Any, wire: 
     ],
     ids=["loss", "duplicates", "reordered", "all"],
 )
+@pytest.mark.slow
 def test_lost_doubled_or_reordered_packets_change_nothing(
     scene: Any, faults: dict[str, Any]
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_switch_with_a_short_queue_is_not_overrun_for_long() -> None:
 
 
 @pytest.mark.parametrize("of", ["worker", "node", "links"])
+@pytest.mark.slow
 def test_after_a_stall_the_rest_is_sent_at_full_rate(of: str) -> None:
     net, count, stall = Network(4, 50 * MBIT), 3000, (0.3, 1.5)
 

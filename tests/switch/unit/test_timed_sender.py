@@ -160,6 +160,7 @@ def test_a_link_that_becomes_slower_gets_a_smaller_window() -> None:
     assert pipe.sender.window < fast / 3 and pipe.sender.numbers.resends == 0
 
 
+@pytest.mark.slow
 def test_a_longer_round_trip_is_measured_although_the_window_is_full() -> None:
     pipe = Pipe(sender_of(1 << 30), 8000.0, 0.01)
     pipe.run(2.0)

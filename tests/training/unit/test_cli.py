@@ -136,6 +136,7 @@ def test_the_package_runs_as_a_module_and_knows_its_version() -> None:
     assert declared.samefile(roadtrain.__file__)
 
 
+@pytest.mark.slow
 def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:
     """pydantic is imported only to list the keys of a job."""
     code = """

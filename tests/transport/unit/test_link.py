@@ -382,6 +382,7 @@ def test_both_close_at_once(ends):
     assert time.monotonic() - begin < 4
 
 
+@pytest.mark.slow
 def test_close_from_a_thread_of_the_link(ends):
     ends.got_b.hook = lambda kind, header, payload: ends.b.close()
     ends.a.send(1, b"")
