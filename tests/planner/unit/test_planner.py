@@ -691,8 +691,8 @@ def test_zero_and_negative_values_are_refused(
     assert cli.main(words) == 2
     printed, (option, value) = capsys.readouterr().err, words[-2:]
     assert option in printed or option.removeprefix("--").replace("-", "_") in printed
-    said = re.search(rf"(not|have) {value}\b|\({value}\)", printed)
-    assert said or "--job" in words  # a job has no --seq-len, of whatever value
+    refused = re.search(rf"(not|have) {value}\b|\({value}\)", printed)
+    assert refused or "--job" in words  # a job has no --seq-len, of whatever value
 
 
 CARD = {"flops": "312TFLOP/s", "memory": "80GB", "memory_rate": "2TB/s", "copy": "25GB/s"}
