@@ -109,6 +109,19 @@ def test_the_pick_and_the_runner_up_are_the_best_of_all_candidates(
 
 
 @pytest.mark.slow
+def test_bounds_are_below_scores_where_a_step_takes_seconds(goal: str) -> None:
+    slow = cluster_of(flops="1GFLOP/s")
+    found = search(slow, MODEL, OF, goal=goal, batch=BATCH, placements=NAMES)
+    every = every_score(slow, goal)
+    assert found.pick is not None and found.pick.result.seconds > 1
+    assert found.pick.score == pytest.approx(every[0][0])
+    for name, family in found.families.items():
+        worst = max(value for value, plan in every if plan.placement.name == name)
+        assert not family.pruned or family.least <= worst
+    assert goal == "energy" or any(family.pruned for family in found.families.values())
+
+
+@pytest.mark.slow
 def test_each_candidate_is_simulated_pruned_or_refused(answer: SearchResult, goal: str) -> None:
     every = every_score(cluster_of(), goal)
     for name, family in answer.families.items():

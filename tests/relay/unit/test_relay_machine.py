@@ -38,8 +38,11 @@ class World:
     def run_one(self):
         match self.todo.pop(self.random.randrange(len(self.todo))):
             case messages.Pull(chunk, version, into, ticket):
+                assert self.machine.buffer_for(ticket, chunk) == into
+                assert self.machine.buffer_for(ticket, chunk + 1) is None
                 self.filled[into] = (chunk, version)
                 self.feed(messages.Pulled(ticket, chunk))
+                assert self.machine.buffer_for(ticket, chunk) is None
             case Give(pull, buffer) as give:
                 assert self.filled[buffer] == (pull.chunk, pull.version)
                 self.answered.append((pull.worker, pull.ticket))

@@ -9,6 +9,7 @@ def deliver(prefetcher: Prefetcher, pulls: list[PullBlock]) -> None:
     """Let all pulls arrive, also those that follow from an arrival."""
     while pulls:
         pulls += prefetcher.arrived(pulls.pop(0).slot)
+        prefetcher.check()
 
 
 def compute(prefetcher: Prefetcher, block: int) -> None:
@@ -34,6 +35,12 @@ def test_blocks_are_fetched_in_the_order_of_the_last_step() -> None:
     assert blocks_here(prefetcher) == {2, 0}
     compute(prefetcher, 2)
     assert blocks_here(prefetcher) == {0, 1}
+
+
+def test_with_enough_slots_an_unexpected_block_comes_first_and_then_all_others() -> None:
+    prefetcher = Prefetcher(5, range(3))
+    assert [pull.block for pull in prefetcher.request(7)] == [7, 0, 1, 2]
+    prefetcher.check()
 
 
 def test_after_a_block_that_was_used_twice_the_one_with_the_same_predecessor_counts() -> None:

@@ -499,15 +499,16 @@ def test_workers_with_different_updates_are_refused():
         agreed([a, replace(a, scales=[0.5, None], worker=1)])
 
 
-def test_no_write_before_the_previous_step_is_committed():  # Rule 3
-    machine = ServerStateMachine(ServerSpec(1, {0: Resident.NOTHING}, 2, durable=True))
+@pytest.mark.parametrize(("kept", "writes"), [(Resident.NOTHING, 1), (Resident.RECORD, 0)])
+def test_a_step_waits_for_the_commit_of_the_previous_step(kept, writes):  # Rule 3
+    machine = server({0: kept}, 2, number=1, durable=kept is Resident.NOTHING)
     world = World(machine, 0)
     for step in (1, 2):
         world.feed(messages.Push(0, None, True, True, step))
         world.feed(messages.ApplyUpdate(0, step, (), [1.0], 0))
         world.feed(messages.EndStep(step))
         world.drain()
-    assert [type(a).__name__ for a in world.log].count("Write") == 1
+    assert [type(a).__name__ for a in world.log].count("Write") == writes
     assert messages.Prepared(1, 1) in world.sent and messages.Prepared(1, 2) not in world.sent
     world.feed(messages.CommitDone(1))
     world.drain()

@@ -253,6 +253,12 @@ def test_interleaved_stages_begin_with_the_forwards_of_the_paper(stages: int, pa
             assert shape.first_forwards == min(warm, turns * stages * parts)
 
 
+def test_a_stage_has_a_buffer_more_than_it_holds_activations() -> None:
+    shapes = [PipelineShape(stage, 0, (1,) * 4, 1, 8) for stage in range(4)]
+    assert [(shape.ahead, shape.slots) for shape in shapes] == [(4, 5), (3, 4), (2, 3), (1, 2)]
+    assert PipelineShape(0, 0, (1,) * 4, 1, 2).slots == 2, "no more than micro-batches"
+
+
 def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
     machine = StageStateMachine(PipelineShape(0, 0, (1,), 1, 1))
     [forward] = machine.start()

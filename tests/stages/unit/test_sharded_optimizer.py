@@ -305,6 +305,22 @@ def test_a_failed_update_yields_no_pieces(made, monkeypatch):  # Rule 3
             wait()
 
 
+def test_by_default_a_large_model_has_several_buckets(made):
+    model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(3)))  # 27 MiB
+    assert len(made(model, adamw(model), options=ShardedOptions()).states) == 2
+
+
+def test_a_wait_for_parameters_names_the_step_that_changes_them(made, monkeypatch):
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    train(model, optimizer, 3)
+    optimizer.away.add(0)
+    waits = []
+    monkeypatch.setattr(optimizer.queue, "wait", lambda until, what: waits.append(what))
+    optimizer.wait_parameters()
+    assert waits == ["step 2: its parameters"]
+
+
 def test_a_block_does_not_wait_for_others(made, monkeypatch):
     """The first block runs while the update of the last bucket is still pending."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.stages.parallelism import balanced, even
+from roadtrain.stages.protocol import step_model
 from roadtrain.stages.protocol.pipeline import (
     FORWARD,
     Peer,
@@ -117,6 +118,14 @@ def test_the_modeled_step_time_equals_that_of_the_machines(work: StepWork) -> No
     found = StepModel(work).seconds_of_all(many)
     for sizes, step_s in list(zip(many, found.tolist()))[:5]:
         assert step_s == pytest.approx(simulated_seconds(work, sizes))
+
+
+def test_many_sizes_are_modeled_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = still_work((StageSpeed(1.0, 2.0), StageSpeed(2.0, 4.0)), 7, 4)
+    many = all_sizes(work)
+    at_once = StepModel(work).seconds_of_all(many)
+    monkeypatch.setattr(step_model, "MOST_TIMES", 0)
+    assert StepModel(work).seconds_of_all(many).tolist() == at_once.tolist()
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (3, 9, 3)])

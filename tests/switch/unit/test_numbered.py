@@ -65,6 +65,13 @@ def test_the_runs_that_overlap_a_range_are_found_with_their_packets(gaps) -> Non
             assert found == own & set(range(first, stop))
 
 
+@given(SETS)
+def test_a_beat_counts_what_has_arrived(numbers: set[int]) -> None:
+    beat = beat_of(numbers, 30)
+    assert beat.count == len(numbers) and beat.end == max(numbers, default=-1) + 1
+    assert {n for n in range(40) if beat.has(n)} == numbers
+
+
 @given(SETS, SETS)
 def test_combined_beats_report_what_either_reports(first: set[int], second: set[int]) -> None:
     assert combined(beat_of(first, 21), beat_of(second, 20)) == beat_of(first | second, 21)
