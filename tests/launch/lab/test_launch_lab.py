@@ -17,7 +17,7 @@ from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.config.plan_file import PlanFile, make_plan
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import PREFIX, lab_available, network_available, sweep
-from roadtrain.launch.lab_engine import LabEngine
+from roadtrain.launch.lab_engine import LabEngine, kept_memory
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.protocol.run_events import HostJoined, HostLost, Output, ProcessEnded
 
@@ -169,8 +169,9 @@ def test_each_host_has_its_own_persistent_directories(tmp_path, nothing_left):
         "os.fsync(file); print('took', time.monotonic() - began)"
     )
     look = "import os, sys; print(sorted(os.listdir(sys.argv[1])), os.listdir('/dev/shm'))"
+    mark = f"test {tmp_path}"
     for start in range(2):
-        engine = LabEngine(plan_of(tmp_path, ssds=[ssd]), f"test {tmp_path}", tmp_path / "lab")
+        engine = LabEngine(plan_of(tmp_path, ssds=[ssd]), mark, tmp_path / "lab")
         try:
             if start == 0:
                 (line,) = output_of(engine, "gpu0", write, str(mounted), directory=tmp_path)
@@ -186,7 +187,7 @@ def test_each_host_has_its_own_persistent_directories(tmp_path, nothing_left):
         finally:
             engine.close()
         assert not mounted.exists() and not Path("/dev/shm/store-of-test").exists()
-    assert not list(Path("/dev/shm").glob("roadtrain-run-*"))
+    assert not kept_memory(mark).exists()
 
 
 def test_a_card_too_fast_to_emulate_is_refused(tmp_path, nothing_left):
