@@ -37,6 +37,8 @@ check_tree()
 # Tests start processes, some of them in other directories.
 before = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
+# Models are tiny: a second thread of OpenMP would only spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = ["tests.support.fixtures", "tests.support.not_run"]
 
 

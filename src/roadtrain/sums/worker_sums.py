@@ -42,12 +42,13 @@ from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
-from roadtrain.units import KIB
+from roadtrain.units import KIB, MIB
 
-# A part is sent as one frame. It has 1/256 of its tensor's bytes, within these bounds: each part
-# costs processor time, but the first and the last part of a tensor are not exchanged in parallel.
-# The bound in the paper is 4 MB.
-PART_BYTES, MOST_PART, PARTS = 128 * KIB, 512 * KIB, 256
+# A part is sent as one frame. It has an equal share of its tensor's bytes, within bounds: number of
+# parts, smallest and largest part in bytes. Each part costs processor time. But a spare host sends
+# nothing before all workers' first part, and receives nothing during the last sums. So there are
+# more parts if there are spare hosts at the start. The bound in the paper is 4 MB.
+PARTS, PARTS_WITH_SPARES = (128, 128 * KIB, 2 * MIB), (256, 128 * KIB, 512 * KIB)
 # A link with so many queued bytes gets no more parts. Few, so that urgent parts need not wait long.
 AHEAD = 256 * KIB
 DIAL_S = 2.0  # timeout to connect to a new spare host
@@ -146,6 +147,7 @@ class WorkerSums:
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.RLock()
+        self._parts = PARTS_WITH_SPARES if spares else PARTS
         fixed = dict.fromkeys(roots, 1.0)
         self._map = Map(rates, spares, fixed, separate=options.separate)
         self._tensors: dict[int, TensorRound] = {}  # rounds in progress, by tensor
@@ -235,8 +237,9 @@ class WorkerSums:
         codec = None
         if format and (codec := self._codecs.get((key, format, elements))) is None:
             codec = self._codecs[key, format, elements] = TensorCodec(format, elements)
-        most = self.options.part_bytes or min(max(len(grad) // PARTS, PART_BYTES), MOST_PART)
-        parts = cut(elements, most // ITEMSIZE[dtype])
+        count, least, most = self._parts
+        nbytes = self.options.part_bytes or min(max(len(grad) // count, least), most)
+        parts = cut(elements, nbytes // ITEMSIZE[dtype])
         urgency = priority, next(self._calls)
         tensor = TensorRound(key, grad, out, dtype, done, urgency, parts, codec)
         with self._lock:

@@ -67,22 +67,29 @@ def begin(sums, key, nbytes, priority=0):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "part"),
+    ("nbytes", "part", "part_with_spares"),
     [
-        (4 * KIB, 4 * KIB),
-        (MIB, 128 * KIB),
-        (32 * MIB, 128 * KIB),
-        (64 * MIB, 256 * KIB),
-        (128 * MIB, 512 * KIB),
-        (256 * MIB, 512 * KIB),
+        (4 * KIB, 4 * KIB, 4 * KIB),
+        (MIB, 128 * KIB, 128 * KIB),
+        (16 * MIB, 128 * KIB, 128 * KIB),
+        (32 * MIB, 256 * KIB, 128 * KIB),
+        (64 * MIB, 512 * KIB, 256 * KIB),
+        (128 * MIB, MIB, 512 * KIB),
+        (256 * MIB, 2 * MIB, 512 * KIB),
+        (512 * MIB, 2 * MIB, 512 * KIB),
     ],
 )
-def test_a_part_is_a_256th_of_its_tensor_within_bounds(nbytes, part, sums, slow):
+@pytest.mark.parametrize("spares", [(), ((2, "10.0.0.9:7000", 1.0),)], ids=["alone", "a spare"])
+def test_a_part_is_a_share_of_its_tensor_within_bounds(
+    nbytes, part, part_with_spares, spares, slow
+):
+    sums = WorkerSums(0, [None, None], [1.0, 1.0], spares, None, SumOptions("s", TcpOptions()))
     begin(sums, 1, nbytes)
     sizes = []
     while any(link.queued for link in slow.links):
         sizes.append(slow.leave())
-    assert set(sizes) == {part}
+    sums.close()
+    assert set(sizes) == {part_with_spares if spares else part}
     assert sum(sizes) == nbytes, "all parts were sent"
 
 
