@@ -36,7 +36,7 @@ COMMANDS = {
 }
 
 
-END_S = 60.0  # for an item that is interrupted, to clean up
+END_S = 180.0  # for an item that is interrupted, to clean up
 
 
 class Job(NamedTuple):

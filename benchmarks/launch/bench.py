@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.report import Row
-from benchmarks.launch.run import LaunchedRun
+from benchmarks.launch.run import RUN, LaunchedRun
 from benchmarks.launch.scene import Scene
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import RoadtrainError
 
 START_S = 240.0  # limit from the command to the first step, on a machine with other work
 STEP_S = 30.0  # limit of one step
-STORES = "/dev/shm/roadtrain-run"  # prefix of stores in memory, for a run in DIR/run
+STORES = f"/dev/shm/roadtrain-{RUN}"  # prefix of the stores of a run in memory
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Bench:
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
         for file in ("cluster.toml", "job.toml", "plan.toml"):
-            text = (run.home / file).read_text().replace(str(run.home / "run"), str(home / "run"))
+            text = (run.home / file).read_text().replace(str(run.home / RUN), str(home / RUN))
             (home / file).write_text(text.replace(STORES, f"{STORES}-again"))
         with LaunchedRun(f"bench-{name}", on, home, *run.more, inside=run.inside) as other:
             other.start()

@@ -20,9 +20,12 @@ from typing import Any
 from roadtrain.errors import DeadlineError, RoadtrainError
 from roadtrain.launch.descendants import MARK
 from roadtrain.launch.home import RunHome, RunState
+from roadtrain.launch.lab_engine import kept_memory
 from roadtrain.training.metrics import read_metrics
 
 CLI = (sys.executable, "-m", "roadtrain.cli")
+# directory of a run in its home; its name is part of the names of the run's stores in memory
+RUN = "bench-launch"
 COMMAND_S = 300.0  # limit of a command that a user waits for
 TURN_S = 0.1
 MOST_RANKS = 8  # ranks of any scene
@@ -83,7 +86,8 @@ def processes(of: Callable[[FoundProcess], bool]) -> Iterator[FoundProcess]:
 
 class LaunchedRun:
     """A run, used as a context manager: at the end of the `with` block, all its processes are
-    killed. `home` has cluster.toml and job.toml, and the run trains in `home`/run.
+    killed. `home` has cluster.toml and job.toml, and the run trains in
+    `home`/bench-launch.
 
     Args:
         on: engine that runs the processes, as in `launch --on`
@@ -163,6 +167,7 @@ class LaunchedRun:
         self._let_go()
         for process in processes(self._mine):
             process.kill()
+        shutil.rmtree(kept_memory(f"roadtrain:{self.run_home.path}"), ignore_errors=True)
 
     # its output
 
@@ -174,7 +179,7 @@ class LaunchedRun:
         return read_metrics(self._metrics(rank))
 
     def _metrics(self, rank: int) -> Path:
-        return self.home / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
+        return self.home / RUN / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
 
     def all_lines(self, rank: int) -> dict[int, dict[str, Any]]:
         """Map each step to its line in the metrics of a rank, including the lines before an absence
@@ -304,5 +309,5 @@ class LaunchedRun:
 
     def _started(self, process: FoundProcess) -> bool:
         """Check that the engine of this run started the process."""
-        directory = str(self.home / "run")
+        directory = str(self.home / RUN)
         return "roadtrain.cli" in process.words and any(directory in word for word in process.words)

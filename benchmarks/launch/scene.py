@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli_w
 
+from benchmarks.launch.run import RUN
 from benchmarks.launch.speed import Speed, speed
 
 MODEL = {
@@ -97,7 +98,7 @@ class Scene:
 
     def _job(self, home: Path, steps: int) -> dict[str, Any]:
         job: dict[str, Any] = {
-            "run": {"dir": str(home / "run"), "steps": steps, "device": "cpu"},
+            "run": {"dir": str(home / RUN), "steps": steps, "device": "cpu"},
             "model": {"config": MODEL},
             "data": {"seq_len": self.seq_len, "batch_size": self.batch_size},
             "optimizer": {"accumulate": self.accumulate, "lr": 1e-3},

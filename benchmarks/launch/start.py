@@ -17,7 +17,7 @@ import psutil
 from benchmarks.common.report import Row
 from benchmarks.launch.bench import START_S, Bench, row
 from benchmarks.launch.ray import on_nodes
-from benchmarks.launch.run import FoundProcess, LaunchedRun
+from benchmarks.launch.run import RUN, FoundProcess, LaunchedRun
 from benchmarks.launch.scene import RAY_NODES
 from roadtrain.errors import DeadlineError
 from roadtrain.launch.home import StartPhase
@@ -62,7 +62,7 @@ def rows(bench: Bench) -> Iterator[Row]:
             # the supervisor is notified later
             ends[StartPhase.PLACED] = min(ends[StartPhase.PLACED], ends[WORKER])
             run.stop()
-            job = (home / "run" / "launch" / "job.toml").read_text()
+            job = (home / RUN / "launch" / "job.toml").read_text()
     yield row(case, f"{RAY}: the cluster of two nodes", "s", cluster_s)
     of, last = {RAY: cluster_s, PYTHON: 0.0, OURS: 0.0}, began
     for end, (whose, what) in PARTS.items():
@@ -84,14 +84,14 @@ def torchrun_s(job: str, home: Path) -> float:
     """Measure the seconds from the torchrun command to the first step of a job with two workers.
 
     Args:
-        job: content of the job file for a run in `home`/run
+        job: content of the job file for a run in `home`/bench-launch
 
     Raises:
         DeadlineError: no step was done within 240 seconds
     """
     directory = home / "torchrun"
     directory.mkdir()
-    (home / "torchrun.toml").write_text(job.replace(f'"{home}/run"', f'"{directory}"'))
+    (home / "torchrun.toml").write_text(job.replace(f'"{home / RUN}"', f'"{directory}"'))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     then = time.monotonic()
     process = subprocess.Popen(

@@ -4,8 +4,8 @@ without filling and checking the tensors.
 
 The optimum is the shortest possible round, with 0.956 of the rate of each link, because TCP carries
 only this share of whole Ethernet frames. Goodput is the bytes of a gradient, divided by the seconds
-of a round. A round takes as long as its slowest worker, and the median of three rounds counts. Before
-them, one round allocates the buffers. It counts neither as time nor as processor time.
+of a round. A round takes as long as its slowest worker, and the median of three rounds counts. An
+earlier round, which allocates the buffers, counts neither as time nor as processor time.
 Needs root. Does NOT emulate latency.
 
     --only ITEM,..
