@@ -17,10 +17,12 @@ Needs root. Does NOT emulate latency.
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, time
 from typing import Any
 
 import numpy as np
@@ -161,20 +163,40 @@ def _exchange(
         }
         each = [{"rank": rank, **common} for rank in range(len(workers))]
         processes = [psutil.Process(server.process.pid) for server in servers]
-        before = _processor_s(processes)
         function, within_s = gloo if how == "gloo" else summing, TIMEOUT_S + 20 * rounds
         envs = [ONE_THREAD] * len(hosts)
-        found = run_children(function, each, hosts=hosts, envs=envs, within_s=within_s)
-        # only the workers know when a round ends, so this is the mean of all rounds
-        of_spares = (_processor_s(processes) - before) * rounds / (rounds + 1)
-    cpu = of_spares + sum(result["cpu"] for result in found)
+        with _sampled(processes) as samples:
+            found = run_children(function, each, hosts=hosts, envs=envs, within_s=within_s)
+    before = next(used for at, used in samples if at >= found[0]["began"])
+    cpu = samples[-1][1] - before + sum(result["cpu"] for result in found)
     seconds = median(max(result["seconds"][i] for result in found) for i in range(rounds))
     return {"seconds": seconds, "cpu": cpu / (cores() * sum(found[0]["seconds"]))}
 
 
+@contextmanager
+def _sampled(processes: Sequence[psutil.Process]) -> Iterator[list[tuple[float, float]]]:
+    """Record the processor seconds of processes every 0.1 s during the `with` block, and once at
+    its end. Yields a list of (seconds since the epoch, processor seconds).
+    """
+    samples, ended = list[tuple[float, float]](), threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.1):
+            samples.append((time(), _processor_s(processes)))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+        samples.append((time(), _processor_s(processes)))
+
+
 def _processor_s(processes: Sequence[psutil.Process]) -> float:
     times = [process.cpu_times() for process in processes]
-    return float(sum(time.user + time.system for time in times))
+    return float(sum(used.user + used.system for used in times))
 
 
 # on one host
@@ -214,8 +236,9 @@ def rounds_of(
 ) -> dict[str, Any]:
     grad, out = (np.empty(nbytes // 4, np.float32) for _ in range(2))
     pending, seconds = PendingSums(sums), []
-    barrier, cpu = [np.zeros(1, np.float32) for _ in range(2)], 0.0
+    barrier, cpu, began = [np.zeros(1, np.float32) for _ in range(2)], 0.0, 0.0
     for i in range(rounds + 1):
+        began = time() if i == 1 else began
         grad[:] = np.float32(0.1) * (own_rank + 1 + i)
         for key, (what, result) in ((0, barrier), (1, (grad, out))):
             begin, used = perf_counter(), process_time()
@@ -231,20 +254,20 @@ def rounds_of(
             raise RoadtrainError(
                 f"round {i}: elements of the sum are {out.min()} to {out.max()}, not {expected}"
             )
-    return {"seconds": seconds[1:], "cpu": cpu}
+    return {"seconds": seconds[1:], "cpu": cpu, "began": began}
 
 
 def gloo(
     rank: int, addresses: Sequence[str], nbytes: int, rounds: int, **_others: Any
 ) -> dict[str, Any]:
     start_gloo(rank, len(addresses), addresses[0])
-    tensor, seconds, cpu = torch.zeros(nbytes // 4), [], 0.0
+    tensor, seconds, cpu, began = torch.zeros(nbytes // 4), [], 0.0, 0.0
     for i in range(rounds + 1):
-        used = process_time()
+        began, used = time() if i == 1 else began, process_time()
         dist.barrier()
         begin = perf_counter()
         dist.all_reduce(tensor)
         seconds.append(perf_counter() - begin)
         cpu += (process_time() - used) * (i > 0)
     dist.destroy_process_group()
-    return {"seconds": seconds[1:], "cpu": cpu}
+    return {"seconds": seconds[1:], "cpu": cpu, "began": began}
