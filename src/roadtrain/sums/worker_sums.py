@@ -48,7 +48,7 @@ from roadtrain.units import KIB, MIB
 # parts, smallest and largest part in bytes. Each part costs processor time. But a spare host sends
 # nothing before all workers' first part, and receives nothing during the last sums. So there are
 # more parts if there are spare hosts at the start. The bound in the paper is 4 MB.
-PARTS, PARTS_WITH_SPARES = (128, 128 * KIB, 2 * MIB), (256, 128 * KIB, 512 * KIB)
+PARTS, PARTS_WITH_SPARES = (128, 128 * KIB, 2 * MIB), (512, 128 * KIB, 256 * KIB)
 # A link with so many queued bytes gets no more parts. Few, so that urgent parts need not wait long.
 AHEAD = 256 * KIB
 DIAL_S = 2.0  # timeout to connect to a new spare host

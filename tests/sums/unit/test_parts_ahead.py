@@ -73,10 +73,10 @@ def begin(sums, key, nbytes, priority=0):
         (MIB, 128 * KIB, 128 * KIB),
         (16 * MIB, 128 * KIB, 128 * KIB),
         (32 * MIB, 256 * KIB, 128 * KIB),
-        (64 * MIB, 512 * KIB, 256 * KIB),
-        (128 * MIB, MIB, 512 * KIB),
-        (256 * MIB, 2 * MIB, 512 * KIB),
-        (512 * MIB, 2 * MIB, 512 * KIB),
+        (64 * MIB, 512 * KIB, 128 * KIB),
+        (128 * MIB, MIB, 256 * KIB),
+        (256 * MIB, 2 * MIB, 256 * KIB),
+        (512 * MIB, 2 * MIB, 256 * KIB),
     ],
 )
 @pytest.mark.parametrize("spares", [(), ((2, "10.0.0.9:7000", 1.0),)], ids=["alone", "a spare"])
