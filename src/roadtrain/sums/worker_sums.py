@@ -45,10 +45,11 @@ from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB, MIB
 
 # A part is sent as one frame. It has an equal share of its tensor's bytes, within bounds: number of
-# parts, smallest and largest part in bytes. Each part costs processor time. But a spare host sends
-# nothing before all workers' first part, and receives nothing during the last sums. So there are
-# more parts if there are spare hosts at the start. The bound in the paper is 4 MB.
-PARTS, PARTS_WITH_SPARES = (128, 128 * KIB, 2 * MIB), (512, 128 * KIB, 256 * KIB)
+# parts, smallest and largest part in bytes. Each part costs processor time. But among many hosts,
+# or with spare hosts, larger parts are slower: a host sends nothing before it has the first part of
+# all workers. The bound in the paper is 4 MB.
+PARTS, PARTS_OF_FEW = (512, 128 * KIB, 256 * KIB), (128, 128 * KIB, 2 * MIB)
+FEW = 4  # workers without spare hosts
 # A link with so many queued bytes gets no more parts. Few, so that urgent parts need not wait long.
 AHEAD = 256 * KIB
 DIAL_S = 2.0  # timeout to connect to a new spare host
@@ -147,7 +148,7 @@ class WorkerSums:
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.RLock()
-        self._parts = PARTS_WITH_SPARES if spares else PARTS
+        self._parts = PARTS_OF_FEW if self.workers <= FEW and not spares else PARTS
         fixed = dict.fromkeys(roots, 1.0)
         self._map = Map(rates, spares, fixed, separate=options.separate)
         self._tensors: dict[int, TensorRound] = {}  # rounds in progress, by tensor

@@ -67,7 +67,7 @@ def begin(sums, key, nbytes, priority=0):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "part", "part_with_spares"),
+    ("nbytes", "large", "small"),
     [
         (4 * KIB, 4 * KIB, 4 * KIB),
         (MIB, 128 * KIB, 128 * KIB),
@@ -79,17 +79,21 @@ def begin(sums, key, nbytes, priority=0):
         (512 * MIB, 2 * MIB, 256 * KIB),
     ],
 )
-@pytest.mark.parametrize("spares", [(), ((2, "10.0.0.9:7000", 1.0),)], ids=["alone", "a spare"])
-def test_a_part_is_a_share_of_its_tensor_within_bounds(
-    nbytes, part, part_with_spares, spares, slow
-):
-    sums = WorkerSums(0, [None, None], [1.0, 1.0], spares, None, SumOptions("s", TcpOptions()))
+@pytest.mark.parametrize(
+    ("workers", "spares"),
+    [(2, ()), (4, ()), (5, ()), (2, ((2, "10.0.0.9:7000", 1.0),))],
+    ids=["2 workers", "4 workers", "5 workers", "a spare host"],
+)
+def test_a_part_is_a_share_of_its_tensor_within_bounds(nbytes, large, small, workers, spares, slow):
+    sums = WorkerSums(
+        0, [None] * workers, [1.0] * workers, spares, None, SumOptions("s", TcpOptions())
+    )
     begin(sums, 1, nbytes)
     sizes = []
     while any(link.queued for link in slow.links):
         sizes.append(slow.leave())
     sums.close()
-    assert set(sizes) == {part_with_spares if spares else part}
+    assert set(sizes) == {small if spares or workers > 4 else large}
     assert sum(sizes) == nbytes, "all parts were sent"
 
 
