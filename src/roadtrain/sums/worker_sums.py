@@ -45,9 +45,9 @@ from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB, MIB
 
 # A part is sent as one frame. It has an equal share of its tensor's bytes, within bounds: number of
-# parts, smallest and largest part in bytes. Each part costs processor time. But among many hosts,
-# or with spare hosts, larger parts are slower: a host sends nothing before it has the first part of
-# all workers. The bound in the paper is 4 MB.
+# parts, smallest and largest part in bytes. Each part costs processor time. But with more hosts, or
+# with spare hosts, rounds with larger parts take longer (docs/log.md). The bound in the paper is
+# 4 MB.
 PARTS, PARTS_OF_FEW = (512, 128 * KIB, 256 * KIB), (128, 128 * KIB, 2 * MIB)
 FEW = 4  # workers without spare hosts
 # A link with so many queued bytes gets no more parts. Few, so that urgent parts need not wait long.
