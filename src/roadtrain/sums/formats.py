@@ -83,7 +83,7 @@ class Dither(Codec):
         quantize.unpack_levels(raw[4:], raw[:4].view(np.float32)[0], self.bits, out)
 
 
-FORMATS: dict[str, type[Codec]] = {}
+FORMATS: dict[str, type[Codec]] = {c.name: c for c in (Bf16, Fp16, TopKCodec, OneBit, Dither)}
 
 
 def register(kind: type[Codec]) -> type[Codec]:
@@ -114,10 +114,6 @@ def format_of(text: str) -> Codec:
         return FORMATS[name](argument)
     except ValueError as error:
         raise ConfigError(f"format {text!r}: {error}", hint=FORMATS[name].__doc__ or "") from error
-
-
-for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
-    register(_kind)
 
 
 def seed_of(*numbers: int) -> int:

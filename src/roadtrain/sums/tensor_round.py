@@ -1,11 +1,13 @@
 """A round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
-encoding of parts. Does NOT send parts or choose reducers. Not thread-safe: the caller holds a lock.
+encoding of parts. Does NOT send parts or choose reducers. Not thread-safe, except `pushed`: the
+caller holds a lock.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +26,19 @@ class TensorCodec:
         self.format, self.codec = format, formats.format_of(format)
         self.residual = np.zeros(elements, np.float32) if self.codec.feedback else None
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> (round, bytes)
+        self._encoding: dict[int, threading.Lock] = {}  # by first element
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
         """Return the encoded bytes of the part that begins at element `start`, in round `number`.
         The bytes are the same if the part is pushed again."""
         nbytes = self.codec.nbytes(values.size)
-        last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
-        if last != number:
-            kept = None if self.residual is None else self.residual[start : start + values.size]
-            formats.encode(self.format, values, kept, raw, seed)
-            self.encoded[start] = number, raw
+        # If a reducer is removed, one thread may push a part again while another encodes it.
+        with self._encoding.setdefault(start, threading.Lock()):
+            last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
+            if last < number:
+                kept = None if self.residual is None else self.residual[start : start + values.size]
+                formats.encode(self.format, values, kept, raw, seed)
+                self.encoded[start] = number, raw
         return raw
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from roadtrain.training.progress import Report
@@ -40,7 +40,8 @@ class Stop:
             if self._signalled:
                 raise KeyboardInterrupt
             self._signalled = True
-            report("stopping after this step (a second signal stops at once)")
+            with suppress(RuntimeError):  # the signal came while another line was being written
+                report("stopping after this step (a second signal stops at once)")
 
         main = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if main else ()

@@ -1,6 +1,8 @@
 """Codecs of gradients sent to reducers: decoded values, residuals of error feedback, refused input
 (Rules 1, 2 and 8)."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from roadtrain.errors import ConfigError, WireError
 from roadtrain.sums import formats
+from roadtrain.sums.tensor_round import TensorCodec
 
 ALL = ("bf16", "fp16", "topk:0.1", "topk:0.9", "onebit", "dither:2", "dither:4", "dither:8")
 LEVELS = ("dither:2", "dither:4", "dither:8")  # the largest magnitude and 0 are exact
@@ -140,3 +143,34 @@ def test_users_can_register_a_codec():
     finally:
         del formats.FORMATS["signs"]
         formats.format_of.cache_clear()
+
+
+def test_a_part_is_encoded_once_even_if_two_threads_push_it(monkeypatch):
+    """A second encoding would add the gradient to the residual again, so it would be summed twice.
+    A thread that is late does not encode its part in place of the next round's."""
+    values = np.linspace(-1, 1, 1000, dtype=np.float32)
+    alone, codec, pushed = TensorCodec("dither:2", 1000), TensorCodec("dither:2", 1000), []
+    encode, inside = formats.encode, threading.Barrier(2)
+
+    def slow(*args):
+        try:
+            inside.wait(0.3)  # until a second thread encodes the part too
+        except threading.BrokenBarrierError:
+            pass
+        encode(*args)
+
+    expected = bytes(alone.encode(values, 0, 1, 5))
+    monkeypatch.setattr(formats, "encode", slow)
+
+    def push():
+        pushed.append(bytes(codec.encode(values, 0, 1, 5)))
+
+    threads = [threading.Thread(target=push) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pushed == [expected] * 2 and np.array_equal(codec.residual, alone.residual)
+    later = bytes(codec.encode(values, 0, 2, 6))
+    push()
+    assert pushed[-1] == later

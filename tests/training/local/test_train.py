@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -389,6 +390,24 @@ def stop_after(job: Job, steps: int) -> None:
     assert f"interrupted: step {steps} is committed" in "".join(seen)
 
 
+class InterruptedFile(io.RawIOBase):
+    """A file that the process is writing when Ctrl-C comes."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if b"step 3/" in bytes(data):
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(data)
+
+
+def test_ctrl_c_may_come_while_a_line_is_written(path: Path) -> None:
+    with io.TextIOWrapper(io.BufferedWriter(InterruptedFile()), line_buffering=True) as out:
+        summary = train(job_of(path), lambda text: print(text, file=out))
+    assert (summary.stopped, summary.steps) == ("interrupted", 3)
+
+
 def test_ctrl_c_ends_the_command_after_a_commit(path: Path) -> None:
     job = job_of(path)
     command = [warm_python(), "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
@@ -402,7 +421,7 @@ def test_ctrl_c_ends_the_command_after_a_commit(path: Path) -> None:
                 process.send_signal(signal.SIGINT)
                 break
         rest = process.stdout.read()
-        assert process.wait(60) == 130
+        assert process.wait(60) == 130, text + rest
     assert "interrupted: step" in rest and "Traceback" not in rest
     assert [line["step"] for line in lines_of(job)] == list(range(1, len(lines_of(job)) + 1))
 
