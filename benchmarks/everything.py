@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=3600, help="seconds for an item")
     parser.add_argument("--quick", action="store_true", help="small sizes: check that all run")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an item's processes end with it
+    for end in (signal.SIGTERM, signal.SIGINT):  # `&` in a script makes processes ignore SIGINT
+        signal.signal(end, signal.default_int_handler)  # an item's processes end with it
     results = LOGS if args.quick else RESULTS
     results.mkdir(parents=True, exist_ok=True)
     try:

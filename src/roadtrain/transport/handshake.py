@@ -336,7 +336,7 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
                 f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes arrived)"
             ) from error
         if n == 0:
-            raise LostError(f"the peer hung up before {what}: {have} of {nbytes} bytes arrived")
+            raise LostError(f"waited for {what}, but the peer hung up ({have} of {nbytes} bytes)")
         have += n
     return bytes(raw)
 
