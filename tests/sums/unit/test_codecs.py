@@ -145,7 +145,7 @@ def test_users_can_register_a_codec():
         formats.format_of.cache_clear()
 
 
-def test_a_part_is_encoded_once_even_if_two_threads_push_it(monkeypatch):
+def test_a_part_is_encoded_once_even_if_two_threads_push_it(monkeypatch):  # Rule 1
     """A second encoding would add the gradient to the residual again, so it would be summed twice.
     A thread that is late does not encode its part in place of the next round's."""
     values = np.linspace(-1, 1, 1000, dtype=np.float32)

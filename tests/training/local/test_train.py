@@ -402,7 +402,7 @@ class InterruptedFile(io.RawIOBase):
         return len(data)
 
 
-def test_ctrl_c_may_come_while_a_line_is_written(path: Path) -> None:
+def test_ctrl_c_may_come_while_a_line_is_written(path: Path) -> None:  # Rule 3
     with io.TextIOWrapper(io.BufferedWriter(InterruptedFile()), line_buffering=True) as out:
         summary = train(job_of(path), lambda text: print(text, file=out))
     assert (summary.stopped, summary.steps) == ("interrupted", 3)
