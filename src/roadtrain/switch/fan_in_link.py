@@ -46,7 +46,7 @@ from roadtrain.units import round_up
 TRIAL_S = 1.0  # timeout for a multicast trial packet
 BEGIN_S = 10.0  # timeout for `begin` to be called after the link is connected
 END_S = 5.0  # timeout for a call of the owner to return
-SILENT_S = 3.0  # a switch that sends no packet for longer is named in the owner's errors
+SILENT_S = 3.0  # a switch that sends no heartbeat for longer is named in the owner's errors
 MAX_NONCE = 64
 
 
@@ -61,9 +61,7 @@ class _Member:
     sender: streams.PacketSender
     port: streams.PacketPort
     trial_until: float | None  # deadline for a trial packet; None once the result is sent
-    received: int = 0  # packets with the job's tag
-    last: float = field(default_factory=time.monotonic)  # time when `received` changed
-    silent: bool = False  # whether the owner was notified that no packets arrive
+    beat: float = field(default_factory=time.monotonic)  # time of the switch's last heartbeat
 
     def close(self) -> None:
         self.sender.close()
@@ -93,7 +91,8 @@ class FanInLink:
         self._member: _Member | None = None
         self._tcp: FrameStream
         self._begun = threading.Event()  # `_tcp` is set
-        self._server_names = False  # whether the server's last PROGRESS named a straggler
+        # The names of the stragglers: by the server, of a silent switch, and as sent to the owner
+        self._stragglers = self._silent = self._named = ""
         self._over = False  # whether packets are not sent and received any more
         self._closed = False  # whether the owner has closed the link: it is not called any more
         # calls of the owner's `arrived` or `lost`; None ends the thread
@@ -215,7 +214,7 @@ class FanInLink:
             case m.PULLED:
                 self._deliver(kind, self._tickets.popleft(), payload)
             case m.PROGRESS if (progress := m.header(kind, header)).of == m.WAITS_ONLY:
-                self._take_progress(progress.doing, header)
+                self._take_progress(progress.doing)
             case _:
                 self._deliver(kind, header, payload)
 
@@ -366,7 +365,7 @@ class FanInLink:
         member = self._member
         if member is None:
             return
-        acked = 0
+        acked, member.beat = 0, time.monotonic()
         for beat, _, _ in streams.beats_of(batch):
             acked = max(acked, member.sender.heartbeat(beat))
         with self._lock:
@@ -405,32 +404,31 @@ class FanInLink:
             )
             member.sockets[0].send(packet, packet.size, member.sender.to)
 
-    def _take_progress(self, doing: str, header: bytes) -> None:
-        """Forward the server's report of stragglers to the owner. An empty report cancels an
-        earlier one.
-        """
+    def _take_progress(self, doing: str) -> None:
+        """Note the server's report of stragglers. An empty report cancels an earlier one."""
         with self._lock:
-            if not doing and not self._server_names:
-                return
-            self._server_names = bool(doing)
-            if self._member is not None:
-                self._member.silent = False
-            self._deliver(m.PROGRESS, header, memoryview(b""))
+            self._stragglers = doing
+            self._name_stragglers()
 
     def _check_silent(self, member: _Member) -> None:
-        """Notify the owner if the switch is silent, unless the server has reported stragglers."""
-        received, now = member.port.packets - member.port.strangers, time.monotonic()
-        if received != member.received:
-            member.received, member.last = received, now
-        for_s = now - member.last
-        silent = for_s > SILENT_S
+        # only heartbeats: multicast parameters come from the server, without the switch
+        for_s = time.monotonic() - member.beat
+        if (for_s > SILENT_S) == bool(self._silent):
+            return
+        silent = f"switch {self._own.switch}, which has sent no packet since {ago(for_s)}"
         with self._lock:
-            if self._server_names or silent == member.silent:
-                return
-            member.silent = silent
-            doing = f"switch {self._own.switch}, which has sent no packet since {ago(for_s)}"
-            header = m.encode((doing if silent else "", 0, m.WAITS_ONLY))
-            self._deliver(m.PROGRESS, header, memoryview(b""))
+            self._silent = silent if for_s > SILENT_S else ""
+            self._name_stragglers()
+
+    def _name_stragglers(self) -> None:
+        """Notify the owner of the stragglers that the server has named and of a silent switch, if
+        they have changed. The caller holds `_lock`.
+        """
+        silent = "" if self._own.switch in self._stragglers else self._silent
+        named = "; ".join(filter(None, (self._stragglers, silent)))
+        if named != self._named:
+            self._named = named
+            self._deliver(m.PROGRESS, m.encode((named, 0, m.WAITS_ONLY)), memoryview(b""))
 
     # up
 

@@ -23,6 +23,7 @@ from roadtrain.switch.greeting import Participant
 from roadtrain.switch.options import FanIn, SwitchNode
 from roadtrain.switch.packets import Kind
 from roadtrain.switch.route import dial
+from roadtrain.switch.trial import packet_of
 from roadtrain.units import round_up
 from tests.support import switch_references as references
 from tests.support.fan_in_hub import WINDOW, Hub
@@ -408,39 +409,47 @@ def test_errors_of_packets_name_server_and_switch(scene: Any) -> None:  # Rule 5
 
 
 @pytest.mark.slow
-def test_a_silent_switch_is_named_until_it_sends_or_the_server_reports_more(
+def test_a_silent_switch_is_named_beside_the_stragglers_of_the_server(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # Rule 5
     monkeypatch.setattr(link_module, "SILENT_S", 1)
     it = scene(workers=1)
     hub, owner = it.hub, it.owners[0]
+    gone = "worker 1, which is gone"
+    silent = r"switch 127\.0\.0\.1:9, which has sent no packet since \d\d:\d\d:\d\d UTC"
 
-    def words() -> list[str]:
+    def names() -> list[str]:
         progress = [fields for kind, fields in owner.frames if kind == m.PROGRESS]
         assert all(fields.of == m.WAITS_ONLY for fields in progress)
         return [fields.doing for fields in progress]
 
-    def server_says(text: str) -> None:
+    def server_names(text: str) -> None:
         hub.members[0].link.send(m.PROGRESS, m.encode((text, 0, m.WAITS_ONLY)))
 
+    def expect(*patterns: str) -> None:
+        owner.until(lambda: len(names()) >= len(patterns))
+        assert len(names()) == len(patterns)
+        for pattern, text in zip(patterns, names(), strict=True):
+            assert re.fullmatch(pattern, text), text
+
+    server_names("")  # nothing changes
     hub.quiet = True
-    owner.until(lambda: len(words()) == 1)
-    silent = r"switch 127.0.0.1:9, which has sent no packet since \d\d:\d\d:\d\d UTC"
-    assert re.fullmatch(silent, words()[0])
+    packet = packet_of(7, hub.key)  # multicast packets do not come from the switch
+    [child] = hub.children.values()
+    for _ in range(20):
+        hub.socket.send(packet, packet.size, child)
+        time.sleep(0.1)
+    expect(silent)
     hub.quiet = False
-    owner.until(lambda: words()[1:] == [""])
-    server_says("switch 127.0.0.1:8, which is gone")
-    owner.until(lambda: len(words()) == 3)
+    expect(silent, "")
+    server_names(gone)
     hub.quiet = True
-    time.sleep(2.0)
-    assert words()[2:] == ["switch 127.0.0.1:8, which is gone"]
-    server_says("")
-    owner.until(lambda: len(words()) == 5)
-    assert words()[3] == "" and re.fullmatch(silent, words()[4])
-    server_says("")  # the server reports nothing, so the local observation stays
-    server_says("switch 127.0.0.1:8, which is gone")
-    owner.until(lambda: len(words()) == 6)
-    assert words()[5] == "switch 127.0.0.1:8, which is gone"
+    both = f"{gone}; {silent}"
+    expect(silent, "", gone, both)
+    server_names("")  # the switch's name stays
+    expect(silent, "", gone, both, silent)
+    server_names("the root switch 127.0.0.1:9, which is silent")  # it is not named twice
+    expect(silent, "", gone, both, silent, "the root switch 127.0.0.1:9, which is silent")
 
 
 @pytest.mark.parametrize("ends", ["hub", "owner"])
