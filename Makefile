@@ -21,6 +21,8 @@ train-plain: $(READY)
 MANY := $(BIN)/pytest -n 3 --dist worksteal
 ALONE := tests/*/local tests/*/lab
 NOT_RUN := build/not_run.json
+# Some containers forbid bytecode files; the processes that tests start would then compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	rm -f $(NOT_RUN)
 	$(MANY) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)

@@ -14,10 +14,16 @@ from roadtrain import Files, Servers, place
 from roadtrain.kernels.rules import NATIVE
 from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
 from roadtrain.options.check import check_options
+from roadtrain.switch.fixed_point import load_kernels
 
 MODULES = (
+    "encodings.idna",
+    "roadtrain.relay.route",
     "roadtrain.servers.serve",
+    "roadtrain.switch.end",
     "roadtrain.training.train",
+    "tests.support.processes",
+    "torch.profiler._cupti_monitor",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )
@@ -43,6 +49,8 @@ def call_kernels() -> None:
             NATIVE["AdamRule"]().apply(
                 array("fp32"), array(dtype), dtype, moments, np.zeros(1), hyper, 1.0, copy, dtype
             )
+    for width in (1, 2, 4):
+        load_kernels(width)
 
 
 torch.set_num_threads(1)

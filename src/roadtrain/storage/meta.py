@@ -10,7 +10,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -125,16 +125,17 @@ class StoreMeta:
         """Write the description, atomically and durably."""
         replace_file(directory / "store.json", sealed(self.to_json().encode()), "writing")
 
-    @property
+    @cached_property
     def signature(self) -> str:
         """A hash of the parameters, dtypes, chunks and update rules, which all workers must agree
         on."""
-        keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
-        body = json.dumps([asdict(self)[key] for key in keys])
+        agreed = self.blocks, self.chunk_elements, self.groups, self.staleness, self.replicas
+        body = json.dumps(msgspec.to_builtins(agreed))
         return hashlib.sha256(body.encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"fingerprint": self.table.fingerprint()})
+        plain = {f.name: msgspec.to_builtins(getattr(self, f.name)) for f in fields(self)}
+        return json.dumps(plain | {"fingerprint": self.table.fingerprint()})
 
     @staticmethod
     def load(directory: Path) -> StoreMeta:
