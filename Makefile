@@ -25,8 +25,8 @@ NOT_RUN := build/not_run.json
 export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	rm -f $(NOT_RUN)
-	$(MANY) --not-run $(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
-	$(BIN)/pytest --not-run $(NOT_RUN) -m "alone and not exhaustive" $(ALONE) $(ARGS)
+	$(MANY) --not-run=$(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
+	$(BIN)/pytest --not-run=$(NOT_RUN) -m "alone and not exhaustive" $(ALONE) $(ARGS)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
@@ -35,8 +35,8 @@ test-quick: $(READY)
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)
 	rm -f $(NOT_RUN)
-	$(MANY) --not-run $(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
-	$(BIN)/pytest --not-run $(NOT_RUN) -m "exhaustive and alone" $(ALONE) $(ARGS)
+	$(MANY) --not-run=$(NOT_RUN) -m "exhaustive and not alone" $(ARGS)
+	$(BIN)/pytest --not-run=$(NOT_RUN) -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest
 

@@ -44,7 +44,6 @@ SOON = {
 }
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "kinds",

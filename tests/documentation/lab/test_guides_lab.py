@@ -6,6 +6,7 @@ from roadtrain.lab import cpus_available, network_available
 from tests.support.guide_pages import LAB, PAGES, START, name_of, run_example
 
 WHY = network_available() or cpus_available()
+SLOW = [page for page in PAGES if page in START or name_of(page) == "guides/two-clusters"]
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
@@ -13,8 +14,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(420)]
 @pytest.mark.parametrize(
     "page",
     [
-        # the example of the guide is the same run as that of the start page
-        pytest.param(page, marks=pytest.mark.exhaustive if page in START else (), id=name_of(page))
+        # tests/stages/lab/test_crosscluster.py trains on two clusters
+        pytest.param(page, marks=pytest.mark.exhaustive if page in SLOW else (), id=name_of(page))
         for page in PAGES
         if name_of(page) in LAB
     ],

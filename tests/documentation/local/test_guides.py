@@ -4,7 +4,13 @@ import pytest
 
 from tests.support.guide_pages import LAB, PAGES, lines_match, name_of, run_example
 
-RUN = [page for page in PAGES if name_of(page) not in LAB]
+# Tests of their subjects show what the other pages show.
+OFTEN = {"guides/ssd", "guides/servers"}
+RUN = [
+    pytest.param(page, marks=() if name_of(page) in OFTEN else pytest.mark.exhaustive)
+    for page in PAGES
+    if name_of(page) not in LAB
+]
 
 
 @pytest.mark.slow

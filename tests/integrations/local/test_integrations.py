@@ -129,7 +129,7 @@ def test_the_trainer_logs_the_same_as_without_placement(tmp_path, store, tied):
         torch.testing.assert_close(loaded[name], value, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_trainer_has_the_bits_of_torch(tmp_path, bf16):
     settings = {
         "bf16": bf16,
@@ -166,7 +166,7 @@ def test_the_trainer_resumes_from_ram(tmp_path):
     assert both[0] == both[1] and len(both[0]) == 8 and placed.steps_done == 8
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_trainer_resumes_its_checkpoint(tmp_path, whole):
     """A checkpoint needs the store that it refers to; a whole checkpoint also works with an empty
     store, at any step. The resumed run has the same bits."""

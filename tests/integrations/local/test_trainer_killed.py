@@ -62,7 +62,9 @@ def kill_and_continue(home, expected, kill, **options):
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
-        ((10,), {}),  # at the end of an epoch of five steps
+        pytest.param(
+            (10,), {}, marks=pytest.mark.exhaustive
+        ),  # at the end of an epoch of five steps
         ((4,), {"accumulate": 2}),
         pytest.param((7,), {"seedable": False}, marks=pytest.mark.exhaustive),
         pytest.param((3, 5, 6, 9), {}, marks=pytest.mark.exhaustive),

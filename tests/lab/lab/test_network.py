@@ -184,7 +184,9 @@ def test_a_slower_link_between_two_clusters() -> None:
 
 
 @needs_network
-@pytest.mark.parametrize("switches", [("x", "x"), ("x", "y")])
+@pytest.mark.parametrize(
+    "switches", [pytest.param(("x", "x"), marks=pytest.mark.exhaustive), ("x", "y")]
+)
 def test_two_nics_add_up(switches: tuple[str, str]) -> None:
     """The NICs are on the same switch, where only the address selects the NIC, or on two separate
     switches."""

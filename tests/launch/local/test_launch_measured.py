@@ -31,6 +31,7 @@ def line(step: int, forward: float) -> str:
     return json.dumps({"step": step, "seconds": 1.5, "stages": stages, "predicted": predicted})
 
 
+@pytest.mark.exhaustive  # tests of the planner measure links, tests of calibration measure steps
 def test_links_and_steps_of_all_hosts_are_measured(tmp_path: Path) -> None:
     machines = Machines(
         tuple(

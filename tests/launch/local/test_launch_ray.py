@@ -210,6 +210,7 @@ def end_of(process: subprocess.Popen[str], run: LaunchedRun) -> str:
     return out
 
 
+@pytest.mark.exhaustive
 def test_a_run_from_two_files_completes(nodes: RayNodes, run: LaunchedRun) -> None:
     """Each host runs the processes of the plan, and no process is left."""
     out = end_of(run.on_ray(nodes), run)

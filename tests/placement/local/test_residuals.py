@@ -79,7 +79,7 @@ def plain(workers, steps, local=1):
 @pytest.mark.parametrize(
     ("workers", "local", "ways"),
     [
-        (1, 1, [(2, {"relay": "64MiB"})]),
+        pytest.param(1, 1, [(2, {"relay": "64MiB"})], marks=pytest.mark.exhaustive),
         (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]),
         (4, 2, [(2, {})]),
     ],
@@ -116,7 +116,11 @@ def test_error_feedback_has_the_losses_of_a_plain_loop(workers, local, ways, add
 
 
 @pytest.mark.parametrize(
-    "case", [Case(eager=True), Case(scaler=True, clip=0.5)], ids=["eager", "a step is skipped"]
+    "case",
+    [
+        pytest.param(Case(eager=True), id="eager", marks=pytest.mark.exhaustive),
+        pytest.param(Case(scaler=True, clip=0.5), id="a step is skipped"),
+    ],
 )
 def test_a_stopped_run_resumes_with_its_residuals(case, addresses, tmp_path):
     """A skipped step leaves the residuals unchanged."""

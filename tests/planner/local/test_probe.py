@@ -146,6 +146,7 @@ def two() -> Iterator[list[str]]:
         listener.close()
 
 
+@pytest.mark.exhaustive  # test_probe_links.py measures every pair
 def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     links, missing = matrix(two, TcpOptions())
     assert set(links) == {*permutations(["here", *two], 2)} and not missing

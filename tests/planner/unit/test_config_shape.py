@@ -359,7 +359,7 @@ def found(name: str, seq_len: int | None = None) -> ModelShape:
 
 
 QUICK = ("gpt2", "vit-base")
-MORE = ("Llama-3.1-8B", "t5-base", "Mixtral-8x7B", "gemma-3-4b", "DeepSeek-V3")
+MORE = ("Llama-3.1-8B", "t5-base", "Mixtral-8x7B", "gemma-3-4b")
 # caches models that several tests count
 LENGTHS = dict.fromkeys(("Llama-3.1-8B", "Mixtral-8x7B", "DeepSeek-V3", "gpt2"), 1000)
 COUNTED = [
@@ -388,7 +388,7 @@ def test_parameters_equal_the_published_numbers(name: str) -> None:
     [
         pytest.param("Llama-3.1-8B", "LLaMA-3-8B", marks=pytest.mark.slow),
         pytest.param("Mixtral-8x7B", "Mixtral-8x7B", marks=pytest.mark.slow),
-        pytest.param("DeepSeek-V3", "DeepSeek-V3", marks=pytest.mark.slow),
+        pytest.param("DeepSeek-V3", "DeepSeek-V3", marks=pytest.mark.exhaustive),
         ("gpt2", "GPT-2"),
     ],
 )

@@ -34,7 +34,7 @@ def trained(case, servers, home, steps, workers, **options):
 @pytest.mark.parametrize(
     ("name", "workers", "local"),
     [
-        ("plain", 1, 1),
+        pytest.param("plain", 1, 1, marks=pytest.mark.exhaustive),
         pytest.param("late, bf16", 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("frozen, bf16", 2, 2, marks=pytest.mark.exhaustive),
         ("clipped, accumulated, scaler", 4, 2),

@@ -82,7 +82,7 @@ def test_a_run_directory_records_the_servers_of_its_last_session(cluster, alone,
     assert_same_losses(two.train(8, **run), alone, 8)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_an_older_copy_is_refused_unless_a_new_store_is_requested(
     replicas, cluster, alone, tmp_path
 ):  # Rule 6
@@ -167,7 +167,14 @@ def test_of_four_servers_three_are_needed(cluster):
     )
 
 
-@pytest.mark.parametrize("byte", [0, 100, -100], ids=["first byte", "later byte", "state part"])
+@pytest.mark.parametrize(
+    "byte",
+    [
+        pytest.param(0, id="first byte"),
+        pytest.param(100, id="later byte", marks=pytest.mark.exhaustive),
+        pytest.param(-100, id="state part"),
+    ],
+)
 def test_a_flipped_bit_of_one_replica_is_found_at_the_commit(byte, cluster, alone):
     two = cluster(2)
     two.lose(1)

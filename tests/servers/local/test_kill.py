@@ -91,7 +91,12 @@ def kill_at_a_moment(rng, early, args):
     ("name", "case", "dirs"),
     [
         pytest.param("eager", Case(eager=True), 1, marks=pytest.mark.exhaustive),
-        ("clipped", Case(clip=0.5, accumulate=2, groups=True), 3),
+        pytest.param(
+            "clipped",
+            Case(clip=0.5, accumulate=2, groups=True),
+            3,
+            marks=pytest.mark.exhaustive,
+        ),
         ("bf16 scaler", Case(dtype=torch.bfloat16, scaler=True), 2),
         ("late", Case(eager=True, staleness=1), 2),
     ],

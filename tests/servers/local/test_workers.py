@@ -137,10 +137,10 @@ def wait_for(ready, what, seconds=60):
     "victim",
     [
         "worker 0",
-        "worker 1",
+        pytest.param("worker 1", marks=pytest.mark.exhaustive),
         "server 0",
         pytest.param("server 1", marks=pytest.mark.exhaustive),
-        "all",
+        pytest.param("all", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3 and 5
@@ -190,7 +190,7 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
         "cut in the middle of a frame",
         "flipped there",
         pytest.param("flipped back", marks=pytest.mark.exhaustive),
-        "stalled",
+        pytest.param("stalled", marks=pytest.mark.exhaustive),
         pytest.param("slowed tenfold", marks=pytest.mark.exhaustive),
     ],
 )

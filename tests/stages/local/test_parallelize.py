@@ -202,7 +202,7 @@ MLP = "model.layers.*.mlp"
 PLAN = {f"{MLP}.gate_proj": Column(), f"{MLP}.up_proj": Column(), f"{MLP}.down_proj": Row()}
 REST = pytest.mark.exhaustive  # further cases of the same rules
 CASES = [
-    pytest.param("llama", Parallelism(pp=2), 4, {}, id="two stages"),
+    pytest.param("llama", Parallelism(pp=2), 4, {}, id="two stages", marks=REST),
     pytest.param(
         "llama",
         Parallelism(pp=2, dp=2, stages=(2, 4)),
@@ -310,7 +310,7 @@ def test_tensor_ranks_report_random_numbers_of_their_own(kind, differs):  # Rule
         # the ranks of stage 2 sum and update themselves, the other stages stream
         ("llama", Parallelism(pp=3), (0, 1)),
         pytest.param("llama", Parallelism(pp=2, virtual_stages=3), (0, 1), marks=REST),
-        ("gpt2", Parallelism(pp=2), (0, 1)),
+        pytest.param("gpt2", Parallelism(pp=2), (0, 1), marks=REST),
     ],
 )
 def test_placed_stages_stream_their_parameters(kind, parallelism, stages, tmp_path):
@@ -323,7 +323,7 @@ def test_placed_stages_stream_their_parameters(kind, parallelism, stages, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "parallelism", "num_microbatches", "options"),
     [
-        ("gpt2", Parallelism(pp=2, dp=2), 4, {"stages": "paper"}),
+        pytest.param("gpt2", Parallelism(pp=2, dp=2), 4, {"stages": "paper"}, marks=REST),
         (
             "llama",
             Parallelism(pp=2, widths=(2, 1)),

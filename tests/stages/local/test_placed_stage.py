@@ -206,7 +206,7 @@ def with_servers(addresses, clip, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.exhaustive), 0.3])
 def test_two_ranks_of_a_stage_share_servers_and_sum(clip, addresses):
     results = world.run(2, functools.partial(with_servers, addresses(2), clip))
     assert all(isinstance(result, tuple) for result in results), results

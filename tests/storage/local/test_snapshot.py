@@ -194,7 +194,7 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, 
     [
         pytest.param(0, {}, id="0"),
         pytest.param(1, {}, id="1", marks=REST),
-        pytest.param(1, {"relay": "64MiB"}, id="relay"),
+        pytest.param(1, {"relay": "64MiB"}, id="relay", marks=REST),
     ],
 )
 def test_all_hosts_go_back_when_one_host_is_lost(lost, options, group, undisturbed):

@@ -11,7 +11,6 @@ from benchmarks.soak import sums as soak_sums
 from roadtrain.errors import ConfigError, RoadtrainError
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("faults", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_faults(faults):
     lines = []

@@ -25,7 +25,12 @@ RESENT = 0.1
 
 @pytest.mark.parametrize(
     ("workers", "mbit", "count"),
-    [(8, 10, 800), (8, 100, 6000), (2, 1000, 20_000), (2, 4000, 20_000)],
+    [
+        pytest.param(8, 10, 800, marks=pytest.mark.exhaustive),
+        (8, 100, 6000),
+        (2, 1000, 20_000),
+        (2, 4000, 20_000),
+    ],
 )
 def test_without_loss_the_node_receives_each_packet_once(
     workers: int, mbit: int, count: int
@@ -39,7 +44,7 @@ def test_without_loss_the_node_receives_each_packet_once(
         assert sent.seconds >= 0.8 * count * FRAME / (mbit * MBIT), "the links are not limited"
 
 
-@pytest.mark.parametrize("loss", [0.001, 0.01])
+@pytest.mark.parametrize("loss", [pytest.param(0.001, marks=pytest.mark.exhaustive), 0.01])
 def test_with_loss_the_node_receives_little_more_and_every_sum_is_right(loss: float) -> None:
     with network(4, 50 * MBIT, loss) as net, FanInLab(net, 4) as lab:
         sent = min((lab.send(4000, 4000) for _ in range(3)), key=lambda traffic: traffic.received)

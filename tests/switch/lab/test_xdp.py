@@ -300,7 +300,7 @@ def test_strangers_change_nothing(scene: Scene) -> None:  # Rule 8
     table.close()
 
 
-@pytest.mark.parametrize("slots", [8, 1000])
+@pytest.mark.parametrize("slots", [pytest.param(8, marks=pytest.mark.exhaustive), 1000])
 def test_stuck_sums_name_the_missing_children(scene: Scene, slots: int) -> None:
     table = scene.table(slots=slots)
     table.now = 100
@@ -435,8 +435,13 @@ def test_the_shipped_program_matches_its_source(tmp_path: Path) -> None:
         ("if (head->number < entry->number)", "if (0)"),  # L10: a late packet takes the slot
         ("head->tag != tag_of(packet, job)", "0"),  # packets of strangers are accepted
         ("if (head->number < (*now)->acked)", "if (0)"),  # L10: a resend restarts a sum
-        ("packet->head.sender = job->child", "packet->head.sender = 0"),
-        ("ip->check = ~checksum", "ip->check = checksum"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.exhaustive)
+            for pair in (
+                ("packet->head.sender = job->child", "packet->head.sender = 0"),
+                ("ip->check = ~checksum", "ip->check = checksum"),
+            )
+        ),
     ],
 )
 def test_the_self_test_refuses_a_broken_program(

@@ -60,7 +60,7 @@ def trained(case, servers, home, plan, workers=2, steps=STEPS, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "late, bf16", *map(exhaustive, ("newest", "frozen, bf16", CLIPPED))]
+    "name", ["late, bf16", *map(exhaustive, ("plain", "newest", "frozen, bf16", CLIPPED))]
 )
 def test_a_run_repeats_its_bits(name, addresses, switches, tmp_path):
     case, plan = CASES[name], single_switch(switches)

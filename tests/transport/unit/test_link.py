@@ -53,16 +53,16 @@ KINDS = [
     "local",
     "local+sums",
     "shm",
-    "shm+bare",
+    pytest.param("shm+bare", marks=pytest.mark.exhaustive),
     "tcp",
     "tcp+bare",
     "tcp+4",
-    "tcp+4+bare",
+    pytest.param("tcp+4+bare", marks=pytest.mark.exhaustive),
     "tcp+tls",
-    "tcp+4+tls",
+    pytest.param("tcp+4+tls", marks=pytest.mark.exhaustive),
     pytest.param("tcp+tls+sums", marks=pytest.mark.slow),
     RDMA,
-    pytest.param("rdma+4+bare", marks=[with_nixl, pytest.mark.slow]),
+    pytest.param("rdma+4+bare", marks=[with_nixl, pytest.mark.exhaustive]),
 ]  # bare: no checksums
 
 
