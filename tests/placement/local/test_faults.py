@@ -299,6 +299,7 @@ def ballast(directory, leave):
 # peers
 
 
+@pytest.mark.alone
 def test_a_wait_for_a_hanging_device_ends_at_the_deadline(tmp_path, nothing_resident):  # Rule 5
     case = Case()
     train(tmp_path / "s", 1, case)
