@@ -96,6 +96,7 @@ def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_readme_example_trains_on_files_and_in_memory(core: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     code, count = re.subn(r"(steps_done, )20\)", r"\g<1>6)", code)  # test_readme.py runs all steps

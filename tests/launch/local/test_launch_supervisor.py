@@ -475,6 +475,7 @@ def small_disk(directory: Path, nbytes: int) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.lab
+@pytest.mark.exhaustive
 def test_a_run_with_a_full_home_continues_even_under_its_standby(tmp_path: Path) -> None:
     """Rule 3: a worker and the supervisor are killed while the home is full."""
     steps = 200

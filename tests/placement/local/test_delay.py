@@ -252,6 +252,7 @@ def wide(steps, **options):
     return out
 
 
+@pytest.mark.exhaustive  # spilled gradients: test_gradients.py, test_golden_losses.py
 def test_a_slow_server_spills_gradients_of_the_next_step(tmp_path):
     """Rules 1 and 5. The server's buffers fill with gradients of the next step while the current step
     waits for a commit message that the worker sends after them, so they are spilled."""

@@ -21,6 +21,7 @@ pytestmark = [
 NBYTES = 4 << 20  # of the worker's tensor
 
 
+@pytest.mark.exhaustive  # as does test_crosscluster.py
 def test_each_group_sends_over_its_network(tmp_path) -> None:
     """With two stages of two replicas, the sums of a stage use InfiniBand or RoCE and the messages
     between stages use Ethernet. No environment variable names the interface (Rule 6)."""

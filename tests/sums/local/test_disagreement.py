@@ -127,6 +127,7 @@ def twice(rank):
     return "ended"
 
 
+@pytest.mark.exhaustive
 def test_two_workers_report_each_mismatch():
     both = run(2, all_cases)
     for errors in both:

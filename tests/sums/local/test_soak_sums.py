@@ -11,9 +11,9 @@ from benchmarks.soak import sums as soak_sums
 from roadtrain.errors import ConfigError, RoadtrainError
 
 
-@pytest.mark.parametrize("faults", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
-def test_faults(faults):
-    lines = []
+@pytest.mark.exhaustive
+def test_faults():
+    faults, lines = 10, []
     ends = soak_sums.soak(faults, seed=0, say=lines.append)
     assert [end.how for end in ends] == ["went on"] * faults, lines
     assert {end.kind for end in ends} == set(soak_sums.KINDS[:faults])

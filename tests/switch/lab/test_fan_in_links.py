@@ -54,12 +54,13 @@ def check(run: Measured, workers: int) -> None:
     assert all(LEAST < share < MOST for share in carried.values()), carried
 
 
-@pytest.mark.exhaustive  # the tree below shows the same
+@pytest.mark.exhaustive
 def test_one_switch(tmp_path: Path) -> None:
     with Lab(Scene(3), tmp_path) as lab:
         check(lab.train(SPEC, "int32"), 3)
 
 
+@pytest.mark.exhaustive
 def test_a_tree_of_two_racks(tmp_path: Path) -> None:
     with Lab(Scene(4, racks=2), tmp_path) as lab:
         check(lab.train(SPEC, "int32"), 4)

@@ -236,6 +236,7 @@ def test_loss_and_repetition_make_no_wrong_sum(scene: Scene) -> None:
     table.close()
 
 
+@pytest.mark.exhaustive
 def test_packets_on_several_processors_at_once_are_summed(scene: Scene) -> None:
     """The program runs on the sender's processor with a veth; each packet is sent twice."""
     table, cpus = scene.table(), sorted(os.sched_getaffinity(0))
@@ -332,6 +333,7 @@ def test_without_the_parents_hardware_address_user_space_sends(scene: Scene) -> 
     table.close()
 
 
+@pytest.mark.exhaustive
 def test_jobs_are_isolated_and_end_separately(scene: Scene) -> None:
     first = scene.table(children=1)
     second = scene.device.table(hello_of(1, 0, 4), PORT + 1, KEY, ("127.0.0.1", 5))
