@@ -32,7 +32,7 @@ test: $(READY)
 test-quick: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not exhaustive and not lab" tests/*/unit $(ARGS)
 
-# What `make test` leaves out: more cells of what it shows.
+# What `make test` leaves out: more cells of what it shows, and long tests.
 test-rest: $(READY)
 	rm -f $(NOT_RUN)
 	$(MANY) --not-run=$(NOT_RUN) -m "exhaustive and not alone" $(ARGS)

@@ -415,7 +415,7 @@ def test_a_silent_switch_is_named_beside_the_stragglers_of_the_server(
     monkeypatch.setattr(link_module, "SILENT_S", 1)
     it = scene(workers=1)
     hub, owner = it.hub, it.owners[0]
-    gone = "worker 1, which is gone"
+    other = "worker 1, which is gone"
     silent = r"switch 127\.0\.0\.1:9, which has sent no packet since \d\d:\d\d:\d\d UTC"
 
     def names() -> list[str]:
@@ -442,14 +442,14 @@ def test_a_silent_switch_is_named_beside_the_stragglers_of_the_server(
     expect(silent)
     hub.quiet = False
     expect(silent, "")
-    server_names(gone)
+    server_names(other)
     hub.quiet = True
-    both = f"{gone}; {silent}"
-    expect(silent, "", gone, both)
+    both = f"{other}; {silent}"
+    expect(silent, "", other, both)
     server_names("")  # the switch's name stays
-    expect(silent, "", gone, both, silent)
+    expect(silent, "", other, both, silent)
     server_names("the root switch 127.0.0.1:9, which is silent")  # it is not named twice
-    expect(silent, "", gone, both, silent, "the root switch 127.0.0.1:9, which is silent")
+    expect(silent, "", other, both, silent, "the root switch 127.0.0.1:9, which is silent")
 
 
 @pytest.mark.parametrize("ends", ["hub", "owner"])
