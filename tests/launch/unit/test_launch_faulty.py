@@ -233,12 +233,14 @@ def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> Non
     """This happens on a busy machine. Without the standby the run is no longer alive."""
     code = (
         "import sys, time; from pathlib import Path; from roadtrain.launch.home import RunHome\n"
-        "time.sleep(1.0)\n"
+        "print('started', flush=True); time.sleep(1.0)\n"
         "with RunHome(Path(sys.argv[-1])).taking_over(): time.sleep(60)"
     )
     words = [sys.executable, "-c", code, STANDBY, str(home.path)]
-    with subprocess.Popen(words) as standby:
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as standby:
         try:
+            assert standby.stdout
+            standby.stdout.readline()  # Linux shows no words of a process that is just starting
             assert not home.is_supervised()
             assert is_alive(home) and home.is_supervised()
         finally:
