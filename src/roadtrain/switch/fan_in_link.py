@@ -424,7 +424,7 @@ class FanInLink:
         """Notify the owner of the stragglers that the server has named and of a silent switch, if
         they have changed. The caller holds `_lock`.
         """
-        silent = "" if self._own.switch in self._stragglers else self._silent
+        silent = "" if f"switch {self._own.switch}," in self._stragglers else self._silent
         named = "; ".join(filter(None, (self._stragglers, silent)))
         if named != self._named:
             self._named = named

@@ -448,8 +448,12 @@ def test_a_silent_switch_is_named_beside_the_stragglers_of_the_server(
     expect(silent, "", other, both)
     server_names("")  # the switch's name stays
     expect(silent, "", other, both, silent)
-    server_names("the root switch 127.0.0.1:9, which is silent")  # it is not named twice
-    expect(silent, "", other, both, silent, "the root switch 127.0.0.1:9, which is silent")
+    longer = "switch 127.0.0.1:90, which is gone"  # another switch
+    server_names(longer)
+    expect(silent, "", other, both, silent, f"{longer}; {silent}")
+    root = "the root switch 127.0.0.1:9, which is silent"  # the same switch, not named twice
+    server_names(root)
+    expect(silent, "", other, both, silent, f"{longer}; {silent}", root)
 
 
 @pytest.mark.parametrize("ends", ["hub", "owner"])
