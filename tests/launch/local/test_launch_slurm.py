@@ -108,8 +108,9 @@ def test_a_run_continues_after_kills_and_a_notice_with_the_same_losses(
     find_task(slurm, "roadtrain.cli train").send_signal(signal.SIGKILL)
     upto(60)
     slurm.ask("scancel", "--signal=INT", "--batch", job)
-    wait_for(lambda: "roadtrain: requeued" in log(), 60, log)
-    assert "is committed; run the same command to continue from there" in log()
+    wait_for(lambda: "roadtrain: asking Slurm to requeue the job" in log(), 60, log)
+    committed = "is committed; run the same command to continue from there"
+    wait_for(lambda: committed in log(), 60, log)
     # this job runs while the first waits, which Slurm restarts after 2 minutes
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
@@ -176,7 +177,7 @@ def test_a_notice_before_the_workers_start_requeues_the_job(
     job = submit(with_gpus, files, TORCHRUN, f"touch {asks}; sleep 3; {COMMITTED}")
     wait_for(asks.exists, 60, lambda: log_of(files))
     with_gpus.ask("scancel", "--signal=INT", "--batch", job)
-    wait_for(lambda: "roadtrain: requeued" in log_of(files), 60, lambda: log_of(files))
+    wait_for(lambda: "roadtrain: asking Slurm to requeue the job" in log_of(files), 60, lambda: log_of(files))
     queue = "squeue", "--noheader", "--user=root", "--format=%T"
     parts = {"cpu": 1, "cuda": 2}[device]
     wait_for(
