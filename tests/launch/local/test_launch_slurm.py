@@ -177,7 +177,11 @@ def test_a_notice_before_the_workers_start_requeues_the_job(
     job = submit(with_gpus, files, TORCHRUN, f"touch {asks}; sleep 3; {COMMITTED}")
     wait_for(asks.exists, 60, lambda: log_of(files))
     with_gpus.ask("scancel", "--signal=INT", "--batch", job)
-    wait_for(lambda: "roadtrain: asking Slurm to requeue the job" in log_of(files), 60, lambda: log_of(files))
+    wait_for(
+        lambda: "roadtrain: asking Slurm to requeue the job" in log_of(files),
+        60,
+        lambda: log_of(files),
+    )
     queue = "squeue", "--noheader", "--user=root", "--format=%T"
     parts = {"cpu": 1, "cuda": 2}[device]
     wait_for(
