@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all mutants check types bench bench-all bench-page docs bpf
+.PHONY: train train-plain test test-quick test-rest test-all test-device mutants check types bench bench-all bench-page docs bpf
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -39,6 +39,10 @@ test-rest: $(READY)
 	$(BIN)/pytest --not-run=$(NOT_RUN) -m "exhaustive and alone" $(ALONE) $(ARGS)
 
 test-all: test test-rest
+
+# A device of torch's PrivateUse1 kind, which needs a C++ compiler and no accelerator.
+test-device: $(READY)
+	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py $(ARGS)
 
 # Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.
 mutants: $(READY)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -35,16 +36,16 @@ from benchmarks.common.report import Report, Row
 from benchmarks.common.rows import row
 from benchmarks.storage.session import blocks_of, fill, session_on_files
 from roadtrain.chunks import Block, ChunkTable
+from roadtrain.device.accelerator import HostBuffer
 from roadtrain.device.buffers import Buffer, array_in
-from roadtrain.device.copies import HostBuffer
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.options.lossy import TopK
-from roadtrain.servers.connection import MessageLink
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.server import Server
 from roadtrain.units import GIB, MIB
 
 RATE = 40e6  # bytes/s of one device, in each direction
@@ -120,18 +121,20 @@ class ChargedLink:
     host to the devices.
     """
 
-    def __init__(self, link: MessageLink, down: Wire) -> None:
-        self.peer, self._link, self._down = link.peer, link, down
+    def __init__(self, server: Server, down: Wire) -> None:
+        self.peer, self._server, self._down = server.peer, server, down
 
     def waits_for(self) -> str:
-        return self._link.waits_for()
+        return self._server.waits_for()
 
     def send(self, message: Any) -> None:
-        nbytes = 0
-        if isinstance(message, messages.Push):
-            sparse = isinstance(message.grad, tuple)
-            nbytes = sum(part.nbytes for part in message.grad) if sparse else len(message.grad)
-        self._down.post(nbytes, self._link.send, message)
+        """Send a message about a block chunk by chunk, as links to other processes do."""
+        for part in self._server._answers.divided(message):
+            nbytes = 0
+            if isinstance(part, messages.Push):
+                sparse = isinstance(part.grad, tuple)
+                nbytes = sum(values.nbytes for values in part.grad) if sparse else len(part.grad)
+            self._down.post(nbytes, self._server.send, part)
 
 
 class Ours:
@@ -169,26 +172,28 @@ class Ours:
         worker = self.worker = self.engine.worker
         self.top_k = Compressor(TopK(KEEP, per_block=True))
         try:
-            worker.links.update({n: ChargedLink(link, down) for n, link in worker.links.items()})
+            worker.links.update({s.config.number: ChargedLink(s, down) for s in servers.running})
             for server in servers.running:
                 server.trial.TRIED = 0  # no trial steps: all steps are timed
-                server._deliver = lambda message, _: up.post(
-                    self._crossing(message), worker.deliver, message
-                )
+                server._send = partial(self._answer, server, up)  # type: ignore[method-assign]
             fill(self.engine, table, optimizer, start)
             for buffer in worker.buffers.gradients:
                 np.frombuffer(buffer.view, np.float32, BLOCK)[:] = grad
-            self._hosts = [HostBuffer(b.pull_nbytes, torch.device("cpu")) for b in table.blocks[1:]]
+            self._hosts = [HostBuffer(b.pull_nbytes) for b in table.blocks[1:]]
         except BaseException:
             self.engine.close()
             raise
 
-    def _crossing(self, message: Any) -> int:
-        return (
-            self.table.chunks[message.chunk].weights_nbytes
-            if isinstance(message, messages.Pulled)
-            else 0
-        )
+    def _answer(self, server: Server, up: Wire, message: Any, to: int | None) -> None:
+        """Send an answer about a chunk, and deliver it once all chunks of its block have one."""
+
+        def arrived(message: Any) -> None:
+            if (joined := server._answers.joined(message, to)) is not None:
+                self.engine.worker.deliver(joined)
+
+        pulled = isinstance(message, messages.Pulled)
+        nbytes = self.table.chunks[message.chunk].weights_nbytes if pulled else 0
+        up.post(nbytes, arrived, message)
 
     def params(self) -> list[np.ndarray]:
         return [np.frombuffer(host.view, np.float32, BLOCK) for host in self._hosts]
@@ -200,7 +205,7 @@ class Ours:
         self.step += 1
         start = time.perf_counter()
         for block in blocks:
-            buffer = worker.gradient_buffer(block.index)
+            buffer = worker.lay_out(block.index, lambda flat: None)
             worker.push_block(block.index, buffer, [block.runs[0].spans[0].param], fresh=True)
             if not norm_first:
                 self._release(block)

@@ -166,7 +166,7 @@ def _update(engine: JobSession, table: ChunkTable, hyper: tuple[float, ...], ste
     worker = engine.worker
     start = time.perf_counter()
     for block in table.blocks[1:]:
-        buffer = worker.gradient_buffer(block.index)
+        buffer = worker.lay_out(block.index, lambda flat: None)
         worker.push_block(block.index, buffer, [block.runs[0].spans[0].param], fresh=True)
         worker.apply_update(block.index, step, {0: hyper}, lambda param: 1.0)
     worker.end_step(step)

@@ -54,8 +54,8 @@ def save_packed(name: str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: lists for tuples, text for keys of mappings."""
-    return json.loads(json.dumps(value))
+    """Convert a value to JSON types: lists for tuples, text for keys of mappings and for bytes."""
+    return json.loads(json.dumps(value, default=bytes.hex))
 
 
 def without_machine(text: str) -> str:

@@ -298,9 +298,10 @@ def besides(name: str, raw: bytes) -> Any:
     return m.decoded(decoders[name], raw, name)
 
 
-CHUNKS = ChunkTable.build(
+TABLE = ChunkTable.build(
     [("", [ParamSpec("p0", (2000,), "fp32", True, 0), ParamSpec("p1", (1000,), "bf16", True, 0)])]
-).chunks
+)
+CHUNKS, [BLOCK] = TABLE.chunks, TABLE.blocks
 
 
 def messages() -> dict[str, Any]:
@@ -309,47 +310,50 @@ def messages() -> dict[str, Any]:
     indices, sums = np.array([3, 5, 1999], np.uint32), np.array([1.5])
     fp32, half = np.array([0.5, -2.0, 3.25], np.float32), np.array([1, 2, 0x3F80], np.uint16)
     made = {
-        "pull": ops.Pull(1, 4, None, 9),
+        "pull": ops.BlockPull(0, 2, 4, None, 9),
+        "push of a block": ops.BlockPush(0, 3, memoryview(bytearray(16384)), True, True, 7),
         "push": ops.Push(0, grad, True, True, 7),
         "push, more": ops.Push(0, grad, False, True, 8),
         "push in bf16": ops.Push(0, grad, True, True, 7, dtype="bf16"),
         "push in fp16": ops.Push(0, grad, True, True, 7, dtype="fp16"),
         "push, sparse": ops.Push(0, (indices, fp32), True, False, 7, sums),
         "push, sparse, 16 bits": ops.Push(1, (indices[:2], half[:2]), True, False, 7, sums),
-        "close": ops.Close(1, 5),
-        "update": ops.ApplyUpdate(0, 5, (1e-3, 0.9, 0.999), [0.5], 12),
-        "update without a gradient": ops.ApplyUpdate(1, 5, (1e-3,), [None], 3),
-        "forget": ops.DiscardGrad(1),
+        "close": ops.BlockClose(0, 3, 5),
+        "update": ops.BlockUpdate(0, 3, 5, {0: (1e-3, 0.9, 0.999)}, [0.5, 0.25], 12),
+        "update without a gradient": ops.BlockUpdate(0, 2, 5, {0: (1e-3,)}, [0.5, None], 3),
+        "forget": ops.BlockDiscard(0, 2),
         "end of step": ops.EndStep(5),
         "commit": ops.Commit(5, b"state"),
         "committed": ops.CommitDone(5),
     }
-    return {name: m.frame(message) for name, message in made.items()}
+    return {name: m.frame(message, TABLE) for name, message in made.items()}
 
 
 def read_and_rebuilt(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
     """Decode a frame into its message and encode the message again."""
     fields, view = m.header(kind, raw), memoryview(bytearray(payload))
     if kind == m.PUSH:
-        chunk = CHUNKS[fields[0]]
-        assert m.push_nbytes(
-            fields, chunk, len(payload) if fields[3] < 0 and not fields[4] else 8192
-        ) == len(payload)
-        push = m.push(fields, view, chunk, True, 0)
+        if fields.chunks == m.bitmap(3):
+            return m.frame(ops.BlockPush(0, 3, view, fields.fresh, True, 7), TABLE)
+        chunk = CHUNKS[fields.chunks[0] - 1]
+        size = len(payload) if fields.dense and not fields.dtype else 8192
+        assert m.push_nbytes(fields, chunk, size) == len(payload)
+        push = m.push(fields, view, chunk, True, 7, 0)
         if push.dtype:  # the frame fills the first half of the server's buffer
             push = replace(push, grad=memoryview(bytearray(payload) * 2))
-        return m.frame(push)
+        return m.frame(push, TABLE)
+    bits = int.from_bytes(getattr(fields, "chunks", b""), "little")
     if kind == m.APPLY_UPDATE:
-        return m.frame(m.apply_update(fields, view, CHUNKS[fields[0]], 0))
+        return m.frame(m.apply_update(fields, view, BLOCK, bits, 0), TABLE)
     simple = {
-        m.PULL: lambda: ops.Pull(fields[0], fields[1], None, fields[2]),
-        m.CLOSE: lambda: ops.Close(*fields),
-        m.DISCARD_GRAD: lambda: ops.DiscardGrad(*fields),
+        m.PULL: lambda: ops.BlockPull(fields[0], bits, fields.version, None, fields.ticket),
+        m.CLOSE: lambda: ops.BlockClose(fields[0], bits, fields.step),
+        m.DISCARD_GRAD: lambda: ops.BlockDiscard(fields[0], bits),
         m.END_STEP: lambda: ops.EndStep(*fields),
         m.COMMIT: lambda: ops.Commit(fields[0], view),
         m.COMMITTED: lambda: ops.CommitDone(*fields),
     }
-    return m.frame(simple[kind]())
+    return m.frame(simple[kind](), TABLE)
 
 
 def heads() -> dict[str, str]:

@@ -45,7 +45,8 @@ class Net(nn.Module):
 @dataclass(frozen=True)
 class Case:
     """A combination of options. dtype: Compute dtype of parameters. scaler: fp16-style loss scaling
-    with an inf. sgd: Plain SGD with a power of two, so that torch's update has the same bits."""
+    with an inf. sgd: Plain SGD with a power of two, so that torch's update has the same bits.
+    device: Device of the blocks."""
 
     accumulate: int = 1
     clip: float | None = None
@@ -57,11 +58,13 @@ class Case:
     eager: bool = False
     staleness: int = 0
     sgd: bool = False
+    dropout: float = 0.1
+    device: str = "cpu"
 
 
 def build(case, seed=0):
     torch.manual_seed(seed)
-    model = Net(tied=case.tied, frozen=case.frozen)
+    model = Net(tied=case.tied, frozen=case.frozen, dropout=case.dropout)
     params = [p for p in model.parameters() if p.requires_grad]
     if case.groups:
         wide, thin = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
@@ -84,6 +87,7 @@ def place(case, store, seed=0, **options):
         extra=extra,
         backwards_per_step=case.accumulate if case.eager else None,
         delay=delay_of(case),
+        device=case.device,
         **{"report": lambda _: None, "deadline_s": 60, **options},
     )
     return model, placed, scaler
@@ -95,7 +99,9 @@ def delay_of(case):
 
 
 def new_scaler(case):
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=case.scaler)
+    return torch.amp.GradScaler(
+        case.device, init_scale=2.0**10, growth_interval=2, enabled=case.scaler
+    )
 
 
 def one_step(case, model, optimizer, scaler, number, seed=None, bad=True):
@@ -104,7 +110,7 @@ def one_step(case, model, optimizer, scaler, number, seed=None, bad=True):
     torch.manual_seed(1000 + number if seed is None else seed)
     total = 0.0
     for _ in range(case.accumulate):
-        x = torch.randint(0, VOCAB, (4, 16))
+        x = torch.randint(0, VOCAB, (4, 16)).to(case.device)
         loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1, 1).flatten())
         blown = loss * float("inf") if case.scaler and number == 2 and bad else loss
         scaler.scale(blown / case.accumulate).backward()
@@ -132,4 +138,4 @@ def contents(model, placed):
                 f"{name}:{what}": placed.read(name, what)
                 for what in ("exp_avg", "exp_avg_sq", "step")
             }
-    return out | {name: b.numpy().copy() for name, b in model.named_buffers()}
+    return out | {name: b.cpu().numpy().copy() for name, b in model.named_buffers()}

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import SEGMENT
+from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.released import is_released
 from roadtrain.streaming.split import DTYPES, split, table
@@ -47,8 +48,10 @@ class ToySource:
     def release(self, block):
         self.out[block].pop().fill_(255)  # NaN in every dtype, so that a late read shows
 
-    def gradient_buffer(self, block):
-        return torch.full((self.table.blocks[block].push_nbytes,), 255, dtype=torch.uint8)
+    def lay_out(self, block, write):
+        flat = torch.full((self.table.blocks[block].push_nbytes,), 255, dtype=torch.uint8)
+        write(flat)
+        return flat
 
     def push(self, block, buffer, present):
         assert not self.out.get(block), "pushed before it was released"
@@ -98,8 +101,7 @@ class Streamed:
             self.source,
             "cpu",
             self.ended,
-            activation_bytes=budget,
-            scratch=scratch,
+            activations=Activations(budget, scratch, "cpu"),
         )
         self.activations = self.stream.activations
         self.root = torch.from_numpy(self.source.bytes[0])

@@ -57,7 +57,7 @@ class RunSection(Section):
     memory_limit: SizeText | None = None
     """hard limit of a process's memory, enforced by the system, such as `1.5GiB`; default: none"""
     device: str = ""
-    """cpu, cuda (each worker uses its own) or cuda:N; default: cuda if available, else cpu"""
+    """cpu, cuda (each worker uses its own) or cuda:N; default: the accelerator, or else cpu"""
     seed: Integer = 0
     """random seed of initial parameters, data order and dropout"""
     new_store: Flag = False

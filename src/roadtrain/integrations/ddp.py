@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from roadtrain.device.copies import own_device
+from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
 from roadtrain.sums.formats import format_of

@@ -30,9 +30,11 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.chunks import TRAINABLE
-from roadtrain.device.copies import own_device
+from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError, TwiceError
 from roadtrain.integrations.ddp import Summation
+from roadtrain.stages.data_group import deadline_of
+from roadtrain.stages.op_queue import typed
 from roadtrain.streaming.split import DTYPES, NAMES
 from roadtrain.sums.agreement import OperationTicket
 from roadtrain.sums.tensor_sums import described, key_of
@@ -133,20 +135,12 @@ class Exchange:
             )
         try:
             found = handle.wait()
-        except RuntimeError as error:  # torch's future keeps an error's message, not its type
-            raise self._why(error, handle) from error
+        except RoadtrainError as error:
+            error.add_note(f"while waiting for {handle.name!r}")
+            raise
         out = torch.empty_like(found) if handle.out is None else handle.out
         out.copy_(found)  # `found` is overwritten by the next sum of this name
         return out.mul_(handle.factor) if handle.factor != 1 else out
-
-    def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the reason why the sum of `handle` failed. If the reason is unknown, return a
-        PeerError with the text of torch's `error`."""
-        cause = handle.ticket.error if handle.ticket is not None else None
-        cause = cause or self.summation.error
-        why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
-        why.add_note(f"while waiting for {handle.name!r}")
-        return why
 
     def close(self) -> None:
         self._closed = True
@@ -170,7 +164,15 @@ def _by_torch(
     work: Any = dist.all_reduce(carried.div_(divisor) if exact else carried, async_op=True)
 
     def wait() -> torch.Tensor:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            group = dist.group.WORLD
+            assert group is not None
+            why = typed(
+                error, f"the sum of a {described(tensor)}", deadline_of(group, carried.device)
+            )
+            raise why if isinstance(why, RoadtrainError) else PeerError(str(error)) from error
         if not exact and divisor != 1:
             carried.div_(divisor, rounding_mode="floor")
         return carried.to(tensor.device)

@@ -8,18 +8,38 @@ of a block.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
-from roadtrain.chunks import Block, Chunk, ChunkTable, Record
+from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
 from roadtrain.units import MIB, parse_bytes, round_up, show_bytes
 
 HUGE = 2 * MIB  # bytes of a huge page; buffer sizes are multiples of HUGE
+LEAST_ACTIVATIONS = 8 * HUGE  # bytes
+DEVICE_SLOTS = 3  # one block is used, one has arrived, one is being copied
+DEVICE_GRADIENTS = 2  # one gradient is being copied to the host, while the next is computed
+
+
+@dataclass(frozen=True)
+class DeviceBudgets:
+    """The memory of a device. Sizes are upper limits, in bytes."""
+
+    root_bytes: int  # parameters of the root block, and their gradients, which torch allocates
+    slots: int  # number of blocks whose parameters are on the device at once
+    slot_bytes: int
+    gradient_bytes: int  # size of each of the DEVICE_GRADIENTS flat gradients
+    autograd_bytes: int  # the gradients of one block, as torch computes them
+    activation_bytes: int  # inputs of blocks that stay on the device
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be in use at once."""
+        blocks = self.slots * self.slot_bytes + DEVICE_GRADIENTS * self.gradient_bytes
+        return self.root_bytes + blocks + self.autograd_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -34,10 +54,11 @@ class WorkerBudgets:
     push_bytes: int
     activation_bytes: int  # bytes of saved inputs of blocks
     compressed_bytes: int  # bytes of compressed gradients that wait for the update
+    device: DeviceBudgets | None  # None on the CPU
 
     @property
     def total(self) -> int:
-        """Bytes that may be in use at once."""
+        """Bytes of host memory that may be in use at once."""
         blocks = self.slots * self.slot_bytes + self.push_buffers * self.push_bytes
         return self.root_bytes + blocks + self.activation_bytes + self.compressed_bytes
 
@@ -98,15 +119,11 @@ class _Free:
     """The bytes of a budget that are not assigned yet."""
 
     host: int
-    device: float  # infinity if device memory is not limited
 
-    def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
+    def take(self, nbytes: int, most: int, share: int = 1) -> int:
         """Assign memory to at most `most` buffers of `nbytes` bytes, from 1 / `share` of the free
         host memory. Returns the number of buffers."""
         count = min(most, self.host // share // nbytes)
-        if on_device:
-            count = int(min(count, self.device // nbytes))
-            self.device -= count * nbytes
         self.host -= count * nbytes
         return count
 
@@ -118,7 +135,7 @@ class _Free:
         cost["push"] = size.push
         bought = Counter[str]()
         for kind in order:
-            bought[kind] += self.take(cost[kind], 1, 2, on_device=kind != "record")
+            bought[kind] += self.take(cost[kind], 1, 2)
         return bought
 
 
@@ -142,7 +159,6 @@ class _Sizes:
     """The size of a buffer of each kind, in bytes."""
 
     root: int  # size of the parameters, torch's own p.grad, and the flat gradient to push
-    root_on_device: int
     slot: int
     push: int
     record: int
@@ -166,7 +182,6 @@ class _Sizes:
         )
         return cls(
             pulled + 2 * pushed + residuals,
-            pulled + pushed,
             buffer_for(block.pull_nbytes for block in blocks),
             buffer_for(block.push_nbytes for block in blocks),
             buffer_for(record.nbytes for record in records.values()),
@@ -185,9 +200,9 @@ def derive(
     """Divide a memory budget of `host_bytes` among the kinds of buffers.
 
     `records`: the records of the chunks that servers in this process own, by the id of the chunk.
-    `owners`: the server number of each chunk. `device_bytes`: limit of the accelerator memory for
-    buffers; None if there is no limit. If the budget is too small, raises a BudgetError that names
-    the smallest budget that is enough.
+    `owners`: the server number of each chunk. `device_bytes`: the budget of device memory; None on
+    the CPU. If a budget is too small, raises a BudgetError that names the smallest budget that is
+    enough.
     """
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
     blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
@@ -196,7 +211,7 @@ def derive(
     compute = len(blocks) - len(terms.residual_blocks - {terms.root_residual})
     slots, pushes = 2, 3
     per_server = 2 if on_files and (serves or records) else 0
-    activations = 8 * HUGE
+    activations = LEAST_ACTIVATIONS
     in_ram = 0
     if not on_files:
         pushes += len(blocks) if terms.holds_gradients else 0
@@ -207,10 +222,9 @@ def derive(
     least += servers * per_server * (size.record + size.scratch) + in_ram
     if host_bytes < least:
         raise _too_small(table, "host", least, host_bytes, on_files)
-    on_device = size.root_on_device + slots * size.slot + pushes * size.push
-    if device_bytes is not None and device_bytes < on_device:
-        raise _too_small(table, "device", on_device, device_bytes, True)
-    left = _Free(host_bytes - least, math.inf if device_bytes is None else device_bytes - on_device)
+    computed = [b for b in blocks if b.index not in terms.residual_blocks]
+    device = None if device_bytes is None else derive_device(table, computed, device_bytes)
+    left = _Free(host_bytes - least)
     keep = 0
     if on_files:
         # Extra memory is spent in this order: overlap, then inputs, then waiting gradients, then
@@ -224,13 +238,13 @@ def derive(
         # Gradients wait for step(), or, if updates start during backward, for a slow storage
         # device, so that the remaining updates overlap with the next forward.
         most = compute if serves else 4
-        pushes += left.take(size.push, most, 2 if terms.holds_gradients else 3, on_device=True)
+        pushes += left.take(size.push, most, 2 if terms.holds_gradients else 3)
         # keep blocks, so that backward does not pull them again
         if buffering == "all" or (not serves and buffering == "auto"):
-            keep = left.take(size.slot, compute, on_device=True)
+            keep = left.take(size.slot, compute)
     else:
         activations += left.host // 2
-        slots += left.take(size.slot, len(blocks), 4, on_device=True)
+        slots += left.take(size.slot, len(blocks), 4)
     slots += keep
     if buffering == "all" and slots < compute:
         raise BudgetError(
@@ -251,6 +265,7 @@ def derive(
         size.push,
         activations,
         terms.compressed_bytes,
+        device,
     )
     record = size.record if on_files else 0
     return Budgets(
@@ -258,6 +273,27 @@ def derive(
         RecordBudgets(servers * per_server, record, size.scratch, resident, public, kept),
         host_bytes,
     )
+
+
+def derive_device(table: ChunkTable, blocks: Sequence[Block], device_bytes: int) -> DeviceBudgets:
+    """Divide a budget of device memory, for a worker that runs `blocks`. Memory that is left is for
+    inputs of blocks. Raises BudgetError if the budget is too small."""
+    root = table.blocks[0]
+    push = max((b.push_nbytes for b in blocks), default=0)
+    slot = max((b.pull_nbytes for b in blocks), default=0)
+    least = DeviceBudgets(
+        max(root.pull_nbytes, PAGE) + root.push_nbytes,
+        2,
+        slot or PAGE,
+        push or PAGE,
+        push,
+        LEAST_ACTIVATIONS,
+    )
+    if device_bytes < least.total:
+        raise _too_small(table, "device", least.total, device_bytes, True)
+    slots = min(DEVICE_SLOTS, 2 + (device_bytes - least.total) // least.slot_bytes)
+    device = replace(least, slots=slots)
+    return replace(device, activation_bytes=device.activation_bytes + device_bytes - device.total)
 
 
 def _too_small(

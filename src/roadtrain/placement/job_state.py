@@ -71,7 +71,7 @@ class CommittedState:
         place(); `extra` holds the objects to track, by name."""
         self._optimizer, self._user_optimizer, self._model = optimizer, user_optimizer, model
         self._session, self._report = session, report
-        self.device = session.worker.root.tensor.device
+        self.device = session.worker.root_tensor.device
         self._script_groups = script_groups(optimizer.param_groups)
         self._begun_at = session.step
         self.due: int | None = None

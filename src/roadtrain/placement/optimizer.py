@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from roadtrain.placement.session_plan import Request, SessionPlan
 from roadtrain.placement.state_dicts import ModelStates
 from roadtrain.placement.stored_optimizer import StoredOptimizer
 from roadtrain.servers.session import JobSession
+from roadtrain.servers.worker import Gradient
+from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.grads import PlacedGrad
-from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
+from roadtrain.streaming.leaves import check_device
+from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo, settle
 from roadtrain.streaming.split import Split
 
 _live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # optimizers that are not closed yet
@@ -74,7 +78,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._user_optimizer: Any = optimizer
         # This object is the BlockSource of BlockStream, which calls these methods.
         self.release = self._worker.release
-        self.gradient_buffer = self._worker.gradient_buffer
+        self.lay_out = self._worker.lay_out
         self.sum_squares = self._worker.sum_squares
         self._of_block = [
             [p for _, p in part.params if p.requires_grad] for part in (parts.root, *parts.blocks)
@@ -104,6 +108,7 @@ class PlacedOptimizer(StoredOptimizer):
         Called once, after a new store has its initial values."""
         session, directories = self.session, self.session.store_plan.directories
         scratch = directories[0] if directories else None
+        budgets = plan.budgets.worker
         stream = BlockStream(
             self.model,
             parts,
@@ -111,13 +116,17 @@ class PlacedOptimizer(StoredOptimizer):
             self,
             plan.device,
             self.pass_ended,
-            activation_bytes=plan.budgets.worker.activation_bytes,
-            scratch=scratch,
+            activations=Activations(
+                budgets.activation_bytes,
+                scratch,
+                plan.device,
+                budgets.device.activation_bytes if budgets.device else 0,
+            ),
         )
         for buffer in self.model.buffers():
-            buffer.data = buffer.data.to(plan.device)
+            settle(buffer, buffer.detach().to(plan.device))
         session.start(self.job_state.encode())
-        stream.attach(session.worker.root.tensor)
+        stream.attach(session.worker.root_tensor)
         self._stream, self.root.layout = stream, stream.root
         self._states = ModelStates(
             self.model, self._params, plan.table.params, self, scratch, self._report
@@ -130,10 +139,14 @@ class PlacedOptimizer(StoredOptimizer):
     def _watch_forwards(self) -> None:
         self._hooks.append(self.model.register_forward_pre_hook(lambda *_: self._pass_begins()))
         of_root = {p for _, p in self.root.params}
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
             if not of_root.isdisjoint(module.parameters(recurse=False)):
-                hook = module.register_forward_pre_hook(lambda *_: self.forward_begins())
-                self._hooks.append(hook)
+                begins = partial(self._root_module_begins, name)
+                self._hooks.append(module.register_forward_pre_hook(begins))
+
+    def _root_module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.forward_begins()
+        check_device(args, self.job_state.device, f"{type(module).__name__} {name!r}")
 
     # called by BlockStream
 
@@ -142,7 +155,7 @@ class PlacedOptimizer(StoredOptimizer):
         self.write_staged()
         return self._worker.fetch(block)
 
-    def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
+    def push(self, block: int, buffer: Gradient, present: Sequence[int]) -> None:
         state = self._worker.blocks[block]
         fresh = all(p.grad is None for p in self._of_block[block])
         if not fresh and not state.held and not state.updated:

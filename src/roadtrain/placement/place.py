@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from roadtrain.chunks import MAX_CHUNK, SEGMENT, ParamSpec
-from roadtrain.device.copies import device_of
+from roadtrain.device.choice import device_of
 from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
@@ -37,12 +37,11 @@ from roadtrain.placement.session_plan import (
     Report,
     Request,
     SessionPlan,
-    keep_blocks,
     open_files,
     open_session,
     plan_session,
 )
-from roadtrain.placement.stores import Files, Memory, Servers, Store, store_of
+from roadtrain.placement.stores import Files, Memory, Servers, store_of
 from roadtrain.retry import undone_on_error
 from roadtrain.servers.session import JobSession
 from roadtrain.storage.convert import MASTER, Source
@@ -130,7 +129,7 @@ def place(
         report: A function that is called with each line to be printed.
         group: The rank of this worker and the number of workers that share the servers. If None,
             both are read from the environment variables of torchrun. The workers of each pipeline
-            stage form a separate group.
+            stage form a separate group. Several workers need `Servers`.
         **unknown: Always refused. The error names the option that was probably meant.
 
     Returns:
@@ -158,7 +157,7 @@ def place(
         backwards_per_step,
         chunk_elements,
         deadline_s,
-        _workers(store, group or WorkerIdentity.of_environment(), report),
+        group or WorkerIdentity.of_environment(),
         report,
     )
     device = device_of(model, device, report)
@@ -192,19 +191,6 @@ def _unknown(name: str) -> ConfigError:
                 hint=f"place(..., store={kind.__name__}(..., {name}=...))",
             )
     return unknown_name("option of place", name, inspect.signature(place).parameters)
-
-
-def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
-    """Return this worker's rank and the number of workers. Without servers, each worker trains
-    alone, as rank 0 of 1 worker."""
-    if isinstance(store, Servers):
-        return group
-    if others := group.workers - 1:
-        report(
-            f"WORLD_SIZE counts {others} more worker(s), but there are no servers: each worker"
-            " trains by itself, and no gradients are averaged"
-        )
-    return WorkerIdentity()
 
 
 def groups_of(
@@ -330,8 +316,11 @@ def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
                 f"{len(servers.addresses)} server(s) {session.servers.rests}, replicas ="
                 f" {servers.replicas}, worker {group.rank} of {group.workers}"
             )
-            spare = plan.budgets.worker.kept if servers.buffering == "auto" else 0
-            request.report(keep_blocks(session.worker, spare))
+            worker = session.worker
+            kept = min(len(worker.order), len(worker.prefetch.slots))
+            request.report(
+                f"buffering: {kept} of {len(worker.order)} blocks are kept from forward to backward"
+            )
         case Memory():
             where = "RAM (lost when this process ends)"
     blocks = len(plan.table.blocks) - 1

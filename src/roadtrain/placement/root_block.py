@@ -7,6 +7,8 @@ each backward pass. The root must be block 0.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -47,8 +49,7 @@ class RootBlock:
         if not grads:
             return
         assert self.layout is not None
-        buffer = self._worker.gradient_buffer(0)
-        self.layout.lay_out(buffer, grads)
+        buffer = self._worker.lay_out(0, partial(self.layout.lay_out, grads=grads))
         if self.handles and not self._worker.blocks[0].held:
             raise LoopError(
                 "the root block got a gradient, but its gradient of the last step was not cleared",

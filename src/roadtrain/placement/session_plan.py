@@ -6,7 +6,6 @@ Nothing is changed before `open_files` is called. Does not use the model's modul
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roadtrain.chunks import ChunkTable
+from roadtrain.device.accelerator import accelerator_of
 from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import Compressor
@@ -26,7 +26,6 @@ from roadtrain.servers.remote_servers import Reach, RemoteServers
 from roadtrain.servers.residuals import Replace, Residuals, residual_blocks
 from roadtrain.servers.session import JobServers, JobSession
 from roadtrain.servers.store_plan import StorePlan
-from roadtrain.servers.worker import Worker
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import IN_RAM, Mark
 from roadtrain.storage.meta import StoreMeta
@@ -34,6 +33,7 @@ from roadtrain.storage.rates import storage_rates
 from roadtrain.units import parse_bytes, show_bytes, show_rate
 
 Report = Callable[[str], None]
+RESERVE = 4  # a fourth of a device's memory is for computing, unless device_budget is set
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,14 @@ def check(request: Request) -> None:
     servers = request.servers
     if servers:
         servers.route.check_workers(request.group, str(request.top_k or ""))
+    elif (workers := request.group.workers) > 1:
+        raise ConfigError(
+            f"{workers} workers were started (WORLD_SIZE), but there are 0 servers that would sum"
+            " their gradients, so each worker would train a model of its own",
+            hint="start 1 worker; or share servers with store=Servers([...]) and `roadtrain serve`"
+            " (`roadtrain launch` starts both); or use parallelize(), in a job [parallelism]; or,"
+            " if the model fits on each device, DDP with roadtrain.sum_hook",
+        )
     if request.downcast and servers is None:
         raise ConfigError(
             f"Downcast({request.downcast!r}) has no effect without servers: no gradients are sent",
@@ -222,15 +230,30 @@ def _with_residuals(
 
 
 def _device_bytes(request: Request, device: torch.device) -> int | None:
-    if request.device_budget is None:
-        return None
-    nbytes = parse_bytes(request.device_budget)
-    if device.type == "cpu":
+    """Return the budget of device memory, by default the free memory without a reserve for
+    computing; None on the CPU."""
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        if request.device_budget is None:
+            return None
         raise ConfigError(
-            f"device_budget = {show_bytes(nbytes)}, but the blocks run on the CPU, in host memory",
+            f"device_budget = {show_bytes(parse_bytes(request.device_budget))}, but the blocks run"
+            " on the CPU, in host memory",
             hint=f"use host_budget={request.device_budget!r}",
         )
-    return nbytes
+    accelerator.report = request.report
+    if lacks := accelerator.lacks():
+        request.report(lacks)
+    if request.device_budget is not None:
+        return parse_bytes(request.device_budget)
+    free, total = accelerator.memory()
+    reserve = total // RESERVE
+    budget = max(0, free - reserve)
+    request.report(
+        f"device_budget: {show_bytes(budget)}, which is the free memory of {device},"
+        f" {show_bytes(free)}, without {show_bytes(reserve)} for computing"
+    )
+    return budget
 
 
 def _budgets(
@@ -335,24 +358,4 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
         deadline_s=request.deadline_s,
         holds_gradients=request.waits_for_step,
         report=request.report,
-    )
-
-
-def keep_blocks(worker: Worker, spare: int) -> str:
-    """Decide whether to keep blocks on the device from forward to backward, and return a line that
-    reports the decision.
-
-    `spare` is the number of device buffers that are only needed to keep blocks. They are given up
-    if pulling a block over the network is faster than copying it from host memory.
-    """
-    pulled, copied = worker.pull_rate, worker.root.copy_rate()
-    if spare and pulled > copied:
-        worker.give_up_slots(spare)
-    rates = f"pulled at {show_rate(pulled)}" + (
-        "" if math.isinf(copied) else f", to the device at {show_rate(copied)}"
-    )
-    staying = min(len(worker.order), len(worker.prefetch.slots))
-    return (
-        f"buffering: {staying} of {len(worker.order)} blocks are kept from forward to backward"
-        f" ({rates})"
     )

@@ -22,6 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from roadtrain.device.accelerator import random_state, set_random_state
 from roadtrain.errors import ConfigError
 
 HOST = torch.device("cpu")
@@ -35,7 +36,8 @@ def generators(device: torch.device) -> dict[str, Any]:
     keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
+        # the key of any device, because the first version of the format had only CUDA devices
+        "cuda": [] if device == HOST else [random_state(device)],
         "python": random.getstate(),
         "numpy": [str(kind), keys_as_tensor, position, has_gauss, cached],
     }
@@ -44,10 +46,11 @@ def generators(device: torch.device) -> dict[str, Any]:
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
     """Set the process's random generators to `state`, a result of `generators`."""
     torch.set_rng_state(state["torch"])
-    if (saved := state["cuda"]) and device.type == "cuda":
+    if (saved := state["cuda"]) and device != HOST:
         # the first version of the format stored the generators of all devices
         own = saved[min(device.index or 0, len(saved) - 1)]
-        torch.cuda.set_rng_state(own, device)
+        if own.numel() == random_state(device).numel():  # else it was another kind of device
+            set_random_state(own, device)
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

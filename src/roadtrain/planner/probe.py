@@ -131,8 +131,8 @@ def products(
 def _settle(*devices: torch.device) -> None:
     """Wait until the devices have finished their work."""
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -148,7 +148,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
 def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
     """Return two rates of a device in bytes/s: copies between pinned host memory and the device, in
     the slower direction, and the device's memory bandwidth, counting both reads and writes."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
 
@@ -160,6 +160,19 @@ def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
     return min(_copy(source, target) for target in targets)
 
 
+def accelerators() -> list[torch.device]:
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
+        return []
+    return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, which is the kind of device if torch does not know a name."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)
+    return str(name_of(device.index))
+
+
 def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
     """Measure this host, and return a report. `dirs`: the storage directories to measure.
     `threads`: the number of threads for measurements of the CPUs."""
@@ -169,14 +182,15 @@ def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
     host: dict[str, Any] = {"name": name, "memory": f"{whole}B"}
     host |= {what: f"{rate:.0f}B/s" for what, rate in rates.items()}
     measured = [f"hosts.{name}.{what}" for what in rates]
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        device, dtype = torch.device("cuda", 0), torch.bfloat16
+    devices = accelerators()
+    count = max(1, len(devices))
+    if devices:
+        device, dtype = devices[0], torch.bfloat16
         copy, memory_rate = copies(device)
-        kind = torch.cuda.get_device_name(0)
-        memory = torch.cuda.get_device_properties(0).total_memory
+        kind = device_name(device)
+        _, memory = torch.accelerator.get_memory_info(device)
     else:
-        device, dtype, count, kind = torch.device("cpu"), torch.float32, 1, "cpu"
+        device, dtype, kind = torch.device("cpu"), torch.float32, "cpu"
         copy, memory_rate, memory = rates["memory_rate"], rates["memory_rate"], whole
         missing.append("accelerators: there are none, so the CPUs compute (fp32)")
     before = torch.get_num_threads()
@@ -197,13 +211,12 @@ def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
     }
     measured.append(f"hosts.{name}.device")
     if count > 1:
-        devices = [torch.device("cuda", number) for number in range(count)]
         host["fabric"] = f"{fabric(devices):.0f}B/s"
         measured.append(f"hosts.{name}.fabric")
         missing += [
-            f"device {number}, a {other}: assumed to be like device 0, a {kind}"
-            for number in range(1, count)
-            if (other := torch.cuda.get_device_name(number)) != kind
+            f"device {other.index}, a {device_name(other)}: assumed to be like device 0, a {kind}"
+            for other in devices[1:]
+            if device_name(other) != kind
         ]
     if ssds:
         host |= {"ssds": ssds, "uplink": f"{uplink:.0f}B/s"}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.chunks import PAGE, Chunk
+from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
 from roadtrain.errors import (
@@ -130,7 +130,7 @@ class ServerChannel(IntermediarySession):
         budgets, meta = orders.budgets, orders.ends.meta
         self.orders, self.number, self._finished = orders, number, finished
         self._route = route
-        self._signature, self._chunks = meta.signature, meta.table.chunks
+        self._signature, self._table = meta.signature, meta.table
         self._tickets = itertools.count(1)  # tickets of pushed sums
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
@@ -200,10 +200,19 @@ class ServerChannel(IntermediarySession):
 
     # requests of the workers
 
+    @property
+    def table(self) -> ChunkTable:
+        return self._table
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self._table.blocks
+
     def chunk(self, number: int) -> Chunk:
-        if not 0 <= number < len(self._chunks):
-            raise WireError(f"chunk {number} was requested, the last is {len(self._chunks) - 1}")
-        return self._chunks[number]
+        chunks = self._table.chunks
+        if not 0 <= number < len(chunks):
+            raise WireError(f"chunk {number} was requested, the last is {len(chunks) - 1}")
+        return chunks[number]
 
     def beat(self) -> None:
         """Forward a heartbeat to the server, but only while no worker of the host is silent."""
@@ -239,7 +248,7 @@ class ServerChannel(IntermediarySession):
         scratch, _, _ = grads.take(number)
         for worker in self.connections:
             self._free(number, worker)
-        whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]
+        whole = scratch.view[: round_up(4 * self._table.chunks[number].numel, PAGE)]
         self._send(
             messages.Push(number, whole, True, False, next(self._tickets)),
             lambda: grads.done(scratch),

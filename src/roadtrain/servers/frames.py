@@ -6,8 +6,9 @@
                        Pulled GradAccumulated Written Prepared Committed
 
 The frames before the bar (|) set up a session. The frames after the bar carry the messages of
-servers/protocol/messages.py. An invalid frame raises WireError, and nothing is executed or
-unpickled (Rule 8). Further frames are in sums/sum_frames.py and switch/switch_frames.py.
+servers/protocol/messages.py: one frame for a message about a block, except that Push and Pulled
+have a frame for the data of each chunk. An invalid frame raises WireError, and nothing is executed
+or unpickled (Rule 8). Further frames are in sums/sum_frames.py and switch/switch_frames.py.
 
 NOTE language. LANGUAGE is a digest of the names, numbers and types of all frames of all packages,
 which two processes compare when they connect. tests/house/unit/test_language.py prints the new
@@ -17,16 +18,18 @@ digest. Increase EDITION when the meaning of a field changes, but not its type.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
+from roadtrain.chunks import ITEMSIZE, PAGE, Block, Chunk, ChunkTable
 from roadtrain.errors import WireError
 from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.blocks import bit_of, divided, trained
 from roadtrain.storage.ledger import pack
 from roadtrain.units import round_up
 
@@ -114,8 +117,21 @@ class ReadyHeader(NamedTuple):
     job: str
 
 
+class BlockHeader(NamedTuple):
+    block: int
+
+
+# In these headers, `chunks` names chunks of the block, as a bitmap of little-endian bytes.
+
+
+class ChunksHeader(NamedTuple):
+    block: int
+    chunks: bytes
+
+
 class PullHeader(NamedTuple):
-    chunk: int
+    block: int
+    chunks: bytes
     version: int
     ticket: int
 
@@ -126,11 +142,16 @@ class PulledHeader(NamedTuple):
 
 
 class PushHeader(NamedTuple):
-    chunk: int
+    """A push has a frame with this header for each of its chunks, in the order of the table."""
+
+    block: int
+    chunks: bytes
     fresh: bool  # whether the push replaces the held gradient (False: the push is added)
-    ticket: int
     values: int  # number of values of a sparse gradient; -1 if the gradient is dense
-    dtype: str  # dtype of the values; "" for a dense gradient that was not downcast
+    # dtype of the values of a sparse gradient; for dense gradients, dtype to which those in fp32
+    # were downcast, or ""
+    dtype: str
+    updated: bool  # whether the update that was sent before follows each gradient
 
     @property
     def dense(self) -> bool:
@@ -138,15 +159,18 @@ class PushHeader(NamedTuple):
 
 
 class CloseHeader(NamedTuple):
-    chunk: int
+    block: int
+    chunks: bytes
     step: int
 
 
 class ApplyUpdateHeader(NamedTuple):
-    chunk: int
+    block: int
+    chunks: bytes
     step: int
     order: int
-    hyperparameters: tuple[float, ...]
+    hyperparameters: dict[int, tuple[float, ...]]  # by parameter group
+    with_push: bool  # whether each chunk is updated when its gradient of the next push has arrived
 
 
 class WrittenHeader(NamedTuple):
@@ -171,7 +195,7 @@ HEADERS: Mapping[int, Any] = {
     PUSH: PushHeader,
     CLOSE: CloseHeader,
     APPLY_UPDATE: ApplyUpdateHeader,
-    DISCARD_GRAD: ChunkHeader,
+    DISCARD_GRAD: ChunksHeader,
     END_STEP: StepHeader,
     COMMIT: StepHeader,
     COMMITTED: StepHeader,
@@ -182,7 +206,7 @@ HEADERS: Mapping[int, Any] = {
     RECORD: ChunkHeader,
     FAILED: FailedHeader,
     PULLED: PulledHeader,
-    GRAD_ACCUMULATED: ChunkHeader,
+    GRAD_ACCUMULATED: BlockHeader,
     SETTLED: NO_FIELDS,
     WRITTEN: WrittenHeader,
     PREPARED: StepHeader,
@@ -250,8 +274,8 @@ def language_of(words: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
 
 
-EDITION = 2  # NOTE language
-LANGUAGE = bytes.fromhex("d8f7f7373da4ae887b9534ff6b1fe2e1")  # NOTE language
+EDITION = 3  # NOTE language
+LANGUAGE = bytes.fromhex("3c67a97e0b55fdbb3917ea20dcb68540")  # NOTE language
 T = TypeVar("T")
 
 
@@ -281,25 +305,34 @@ def as_bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
 
 
-def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
-    """Return the frame of a worker's message as (kind, header, payload)."""
+def bitmap(bits: int) -> bytes:
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+def frame(message: Any, table: ChunkTable) -> tuple[int, bytes, Iterable[memoryview]]:
+    """Return the frame of a worker's message as (kind, header, payload). Each part of the payload
+    of a BlockPush needs a frame of its own.
+    """
     match message:
-        case messages.Pull(chunk, version, _, ticket):
-            return PULL, encode((chunk, version, ticket)), ()
-        case messages.Push(chunk, (indices, values), fresh, _, ticket, sums):
+        case messages.BlockPull(block, chunks, version, _, ticket):
+            return PULL, encode((block, bitmap(chunks), version, ticket)), ()
+        case messages.BlockPush(block, chunks, _, fresh, _, _, dtype, update):
+            parts = divided(replace(message, update=None), table.blocks)
+            header = block, bitmap(chunks), fresh, -1, dtype, update is not None
+            return PUSH, encode(header), (part.sent for part in parts)
+        case messages.Push(chunk, (indices, values), fresh, _, _, sums):
             dtype = "fp32" if values.dtype == np.float32 else "16"
-            parts = [as_bytes(np.asarray(sums)), as_bytes(indices), as_bytes(values)]
-            return PUSH, encode((chunk, fresh, ticket, len(values), dtype)), parts
-        case messages.Push(chunk, _, fresh, _, ticket):
-            return PUSH, encode((chunk, fresh, ticket, -1, message.dtype)), [message.sent]
-        case messages.Close(chunk, step):
-            return CLOSE, encode((chunk, step)), ()
-        case messages.ApplyUpdate(chunk, step, hyper, scales, order):
-            there = np.array([s is not None for s in scales])
-            parts = [as_bytes(np.array([0.0 if s is None else s for s in scales])), as_bytes(there)]
-            return APPLY_UPDATE, encode((chunk, step, order, hyper)), parts
-        case messages.DiscardGrad(chunk):
-            return DISCARD_GRAD, encode((chunk,)), ()
+            payload = [as_bytes(np.asarray(sums)), as_bytes(indices), as_bytes(values)]
+            return PUSH, encode((*_bit(chunk, table), fresh, len(values), dtype, False)), payload
+        case messages.Push(chunk, _, fresh):
+            header = *_bit(chunk, table), fresh, -1, message.dtype, False
+            return PUSH, encode(header), [message.sent]
+        case messages.BlockClose(block, chunks, step):
+            return CLOSE, encode((block, bitmap(chunks), step)), ()
+        case messages.BlockUpdate():
+            return update_frame(message)
+        case messages.BlockDiscard(block, chunks):
+            return DISCARD_GRAD, encode((block, bitmap(chunks))), ()
         case messages.EndStep(step, _, word):
             return END_STEP, encode((step,)), [memoryview(word)] if word else ()
         case messages.Commit(step, blob):
@@ -309,11 +342,27 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
     raise AssertionError(message)
 
 
+def _bit(chunk: int, table: ChunkTable) -> tuple[int, bytes]:
+    """Return the block and the bitmap that name a chunk."""
+    block = table.blocks[table.chunks[chunk].block]
+    return block.index, bitmap(bit_of(block, chunk))
+
+
+def update_frame(
+    update: messages.BlockUpdate, with_push: bool = False
+) -> tuple[int, bytes, Sequence[memoryview]]:
+    scales = update.scales
+    there = np.array([s is not None for s in scales])
+    parts = [as_bytes(np.array([0.0 if s is None else s for s in scales])), as_bytes(there)]
+    header = update.block, bitmap(update.chunks), update.step, update.order, update.hyper, with_push
+    return APPLY_UPDATE, encode(header), parts
+
+
 def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
     """Return the frame of a server's message as (kind, fields, payload)."""
     match message:
-        case messages.GradAccumulated(chunk, sums):
-            return GRAD_ACCUMULATED, (chunk,), as_bytes(sums)
+        case messages.BlockAccumulated(_, block, sums):
+            return GRAD_ACCUMULATED, (block,), as_bytes(sums)
         case messages.Written(_, step, chunk_sums):
             return WRITTEN, (step, chunk_sums), b""
         case messages.Prepared(_, step):
@@ -326,17 +375,19 @@ def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
 
 
 def apply_update(
-    fields: ApplyUpdateHeader, payload: memoryview, chunk: Chunk, worker: int
-) -> messages.ApplyUpdate:
-    n = len(chunk.spans)
-    if len(payload) != 9 * n:
+    fields: ApplyUpdateHeader, payload: memoryview, block: Block, bits: int, worker: int
+) -> messages.BlockUpdate:
+    n, groups = len(trained(block)), {run.group for run in block.runs if run.trainable}
+    if len(payload) != 9 * n or not groups <= fields.hyperparameters.keys():
         raise WireError(
-            f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, not {len(payload)}"
+            f"an update of block {block.index} must have {9 * n} bytes of scales and the"
+            f" hyperparameters of groups {sorted(groups)}, but has {len(payload)} bytes and groups"
+            f" {sorted(fields.hyperparameters)}"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
-    return messages.ApplyUpdate(
-        fields.chunk, fields.step, fields.hyperparameters, scales, fields.order, worker
+    return messages.BlockUpdate(
+        block.index, bits, fields.step, fields.hyperparameters, scales, fields.order, worker
     )
 
 
@@ -345,31 +396,35 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
 
     `dense` is the size in bytes of a dense gradient that was not downcast.
     """
-    dtype = fields.dtype
     if not fields.dense:
-        itemsize = 4 if dtype == "fp32" else 2
+        itemsize = 4 if fields.dtype == "fp32" else 2
         return 8 * len(chunk.segments) + fields.values * (4 + itemsize)
-    if not dtype:
-        return dense
-    if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(f"chunk {chunk.id}: its {chunk.dtype} gradient cannot be sent as {dtype!r}")
-    return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
+    if fields.dtype not in ("", "bf16", "fp16"):
+        raise WireError(f"chunk {chunk.id}: a gradient cannot be sent as {fields.dtype!r}")
+    dtype = cast_dtype(fields, chunk)
+    return round_up(chunk.numel * ITEMSIZE[dtype], PAGE) if dtype else dense
+
+
+def cast_dtype(fields: PushHeader, chunk: Chunk) -> str:
+    """Return the dtype to which a dense gradient of `chunk` was downcast, or ""."""
+    return fields.dtype if chunk.dtype == "fp32" else ""
 
 
 def push(
-    fields: PushHeader, payload: memoryview, chunk: Chunk, keep: bool, worker: int
+    fields: PushHeader, payload: memoryview, chunk: Chunk, keep: bool, ticket: int, worker: int
 ) -> messages.Push:
-    number, fresh, ticket, k, dtype = fields
+    fresh, k = fields.fresh, fields.values
     if fields.dense:
-        return messages.Push(number, payload, fresh, keep, ticket, None, worker, dtype)
+        dtype = cast_dtype(fields, chunk)
+        return messages.Push(chunk.id, payload, fresh, keep, ticket, None, worker, dtype)
     n = len(chunk.segments)
     sums = np.frombuffer(payload, np.float64, n)
     indices = np.frombuffer(payload, np.uint32, k, 8 * n)
-    kind = np.float32 if dtype == "fp32" else NUMPY_OF[chunk.dtype]
+    kind = np.float32 if fields.dtype == "fp32" else NUMPY_OF[chunk.dtype]
     values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
     if k and int(indices.max()) >= chunk.numel:
         raise WireError(
-            f"a sparse gradient of chunk {number} has the index {int(indices.max())}, but the chunk"
-            f" has only {chunk.numel} elements"
+            f"a sparse gradient of chunk {chunk.id} has the index {int(indices.max())}, but the"
+            f" chunk has only {chunk.numel} elements"
         )
-    return messages.Push(number, (indices, values), fresh, False, ticket, sums, worker)
+    return messages.Push(chunk.id, (indices, values), fresh, False, ticket, sums, worker)

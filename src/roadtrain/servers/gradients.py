@@ -1,5 +1,6 @@
-"""The gradients that workers pushed for one server's chunks, until the update. A gradient is kept
-in the memory where it arrived, copied, or written to the spill file.
+"""The gradients that workers pushed for one server's chunks, until the update, and the update of a
+record with them. A gradient is kept in the memory where it arrived, copied, or written to the spill
+file.
 
 Only one thread at a time may work on a chunk. The caller must not add gradients of the next step
 before the gradients of this step are taken.
@@ -17,9 +18,11 @@ from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.device.pool import BufferPool
 from roadtrain.kernels.cast import cast, cast_in_place
+from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.sum import accumulate, sum_in_order, sums_of_squares
 from roadtrain.kernels.topk import scatter
 from roadtrain.servers.protocol import messages
+from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.storage.file import FileTier
 from roadtrain.units import round_up
 
@@ -239,3 +242,49 @@ def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
     cast(acc, dtype, wide, "fp32")
     accumulate(wide, grad, of_grad)
     cast(wide, "fp32", acc, dtype)
+
+
+def apply_rule(
+    rule: Rule,
+    record: RecordView,
+    public: memoryview | None,
+    grad: np.ndarray,
+    dtype: str,
+    apply_update: messages.ApplyUpdate,
+) -> None:
+    """Apply `rule` to every span of `record` that has a gradient. Padding between spans may change.
+    If `public` is not None, the 16-bit copy of the new values is written to it.
+    """
+    chunk, rows, n = record.chunk, record.rows, record.chunk.numel
+    p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]
+    copy = None if public is None else array_in(public, chunk.dtype, 0, n)
+    first = 0
+    while first < len(chunk.spans):
+        last = first + 1
+        while (
+            last < len(chunk.spans)
+            and apply_update.scales[last] == apply_update.scales[first]
+            and np.array_equal(rows[last], rows[first])
+        ):
+            last += 1
+        scale = apply_update.scales[first]
+        start = 0 if first == 0 else chunk.spans[first].start
+        stop = n if last == len(chunk.spans) else chunk.spans[last].start
+        cut = slice(start, stop)
+        if scale is not None:
+            row = rows[first].copy()
+            rule.apply(
+                p[cut],
+                grad[cut],
+                dtype,
+                [a[cut] for a in arrays],
+                row,
+                apply_update.hyper,
+                scale,
+                None if copy is None else copy[cut],
+                chunk.dtype,
+            )
+            rows[first:last] = row
+        elif copy is not None:
+            cast(p[cut], "fp32", copy[cut], chunk.dtype)
+        first = last

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from roadtrain.chunks import PAGE
+from roadtrain.chunks import PAGE, ChunkTable
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.parameter_connection import ParameterConnection, ParameterSession
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.blocks import divided, gathered
 from roadtrain.servers.protocol.intermediary import Give, Up
 from roadtrain.storage.ledger import pack, unpack
 from roadtrain.transport.link import Link
@@ -47,8 +48,16 @@ class IntermediarySession(ParameterSession):
         self._up: Link  # the link to the server
         # Welcome and Ready frames, sent again to participants that join later; guarded by `lock`
         self._greetings: list[tuple[int, bytes, bytes]] = []
+        # messages about chunks that are not sent yet, to become messages about blocks; empty unless
+        # `post` runs
+        self._unsent: list[Any] = []
         # participants that wait for a Record frame, in the order of requests; guarded by `lock`
         self._readers: deque[ParameterConnection] = deque()
+
+    @property
+    def table(self) -> ChunkTable:
+        """The layout, which must be known."""
+        raise NotImplementedError
 
     # participants
 
@@ -84,8 +93,10 @@ class IntermediarySession(ParameterSession):
     def post(self, message: Any) -> None:
         try:
             with self.lock:
-                for action in self.machine.handle(message):
-                    self._carry_out(action)
+                for part in divided(message, self.blocks):
+                    for action in self.machine.handle(part):
+                        self._carry_out(action)
+                self._send_unsent()
         except RoadtrainError as error:
             self.end(error)
 
@@ -150,6 +161,10 @@ class IntermediarySession(ParameterSession):
                 self._send(messages.Commit(step, pack(blobs)))
             case Up(messages.EndStep(step, _, words)) if words:
                 self._send(messages.EndStep(step, word=pack(words)))
+            case Up(messages.Pull() | messages.Close() | messages.ApplyUpdate() as message):
+                self._unsent.append(message)
+            case Up(messages.DiscardGrad() as message):
+                self._unsent.append(message)
             case Up(message):
                 self._send(message)
             case Give(pull, buffer):
@@ -158,4 +173,14 @@ class IntermediarySession(ParameterSession):
                 raise AssertionError(action)
 
     def _send(self, message: Any, sent: Callable[[], None] | None = None) -> None:
-        self._up.send(*m.frame(message), sent, urgent=isinstance(message, messages.Pull))
+        """Send a message now, except that messages about the same chunk must not be overtaken."""
+        of = message.chunk if isinstance(message, messages.Push) else None
+        if of is None or any(unsent.chunk == of for unsent in self._unsent):
+            self._send_unsent()
+        self._up.send(*m.frame(message, self.table), sent)
+
+    def _send_unsent(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for message in gathered(unsent, self.table):
+            urgent = isinstance(message, messages.BlockPull)
+            self._up.send(*m.frame(message, self.table), urgent=urgent)

@@ -6,19 +6,24 @@ While no buffer is free for a gradient, receiving blocks, which slows the worker
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from roadtrain.chunks import PAGE, Chunk
+from msgspec.structs import replace
+
+from roadtrain.chunks import PAGE, Block, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
 from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import HostedSession, WorkerConnection
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.blocks import bit_of, chunks_in
 from roadtrain.transport.link import Link
 from roadtrain.units import round_up
 
@@ -67,8 +72,12 @@ class ParameterConnection(WorkerConnection):
         super().__init__(session, rank, link)
         self.signature = ""  # digest of the worker's layout
         self.pool: BufferPool | None = None  # set once the store is open
-        self._coming: deque[Buffer] = deque()  # of dense gradients being received, in order
+        self._following: deque[Chunk] = deque()  # chunks of the current push without a frame so far
+        # chunks whose gradients are being received, in order, with the buffers of dense gradients
+        self._coming: deque[tuple[Chunk, Buffer | None]] = deque()
+        self._tickets = itertools.count(1)  # of dense pushes
         self._kept: dict[int, Buffer] = {}  # ticket -> buffer that the server still needs
+        self._update: messages.BlockUpdate | None = None  # follows the gradients of the next push
         self._reason: LostError | None = None  # the reason that the worker sent before it ended
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
@@ -83,17 +92,30 @@ class ParameterConnection(WorkerConnection):
         return memoryview(bytearray(nbytes))
 
     def _room_for_push(self, fields: m.PushHeader, nbytes: int) -> memoryview:
-        chunk = self.session.chunk(fields.chunk)
+        if not self._following:
+            self._following += chunks_in(*self.named(fields))
+        chunk = self._following.popleft()
         # sums that a relay sends are in fp32
         dense = 4 * chunk.numel if self.session.local < 0 else chunk.weights_nbytes
         expected = m.push_nbytes(fields, chunk, round_up(dense, PAGE)) if chunk.trainable else -1
         if nbytes != expected:
             raise WireError(f"a push of chunk {chunk.id} has {nbytes} bytes instead of {expected}")
-        if not fields.dense:
-            return memoryview(bytearray(nbytes))
         assert self.pool is not None
-        self._coming.append(self.pool.get())
-        return self._coming[-1].view[:nbytes]
+        buffer = self.pool.get() if fields.dense else None
+        self._coming.append((chunk, buffer))
+        return memoryview(bytearray(nbytes)) if buffer is None else buffer.view[:nbytes]
+
+    def named(self, fields: Any) -> tuple[Block, int]:
+        """Return the block and the chunks (a bitmap) that a header names. Raises WireError if there
+        are no such chunks here.
+        """
+        blocks, bits = self.session.blocks, int.from_bytes(fields.chunks, "little")
+        block = blocks[fields.block] if 0 <= fields.block < len(blocks) else None
+        if block is None or not bits or bits >> len(block.chunks):
+            raise WireError(f"chunks {bits:#x} of block {fields.block} do not exist here")
+        for chunk in chunks_in(block, bits):
+            self.session.chunk(chunk.id)
+        return block, bits
 
     def take(self, kind: int, fields: Any, payload: memoryview) -> None:
         if kind in SETS_UP:
@@ -104,34 +126,47 @@ class ParameterConnection(WorkerConnection):
         _TAKES[kind](self, fields, payload)
 
     def pull(self, fields: m.PullHeader, payload: memoryview) -> None:
-        number, version, ticket = fields
-        reply = PullReply(self, ticket, self.session.chunk(number))
-        self.session.post(messages.Pull(number, version, reply, ticket, self.rank))
+        block, bits = self.named(fields)
+        into = partial(PullReply, self, fields.ticket)
+        pull = messages.BlockPull(block.index, bits, fields.version, into, fields.ticket)
+        self.session.post(replace(pull, worker=self.rank))
 
     def push(self, fields: m.PushHeader, payload: memoryview) -> None:
         assert self.pool is not None
-        chunk, dense = self.session.chunk(fields.chunk), fields.dense
-        if dense and not payload:
-            raise WireError(f"a push of chunk {chunk.id} came without a gradient")
-        if dense and fields.dtype:  # use the whole buffer, which has room for an fp32 sum
-            payload = self._coming[0].view[: chunk.weights_nbytes]
-        push = m.push(fields, payload, chunk, self.pool.spare >= 2, self.rank)
-        if dense:
-            if push.ticket in self._kept:  # the ticket identifies the buffer to free
-                raise WireError(f"two pushes have the ticket {push.ticket}")
-            self._kept[push.ticket] = self._coming.popleft()
-        self.session.post(push)
+        if not payload:
+            raise WireError(f"a push of block {fields.block} came without a gradient")
+        chunk, buffer = self._coming.popleft()
+        ticket = next(self._tickets)
+        if buffer is not None:
+            self._kept[ticket] = buffer
+            if m.cast_dtype(fields, chunk):  # use the whole buffer, which has room for an fp32 sum
+                payload = buffer.view[: chunk.weights_nbytes]
+        self.session.post(m.push(fields, payload, chunk, self.pool.spare >= 2, ticket, self.rank))
+        if fields.updated:
+            self.update_after(chunk)
+
+    def update_after(self, chunk: Chunk) -> None:
+        """Update a chunk whose gradient has arrived."""
+        update, block = self._update, self.session.blocks[chunk.block]
+        if update is None or update.block != block.index:
+            raise WireError(f"a push of block {block.index} came without the update after it")
+        if bit := update.chunks & bit_of(block, chunk.id):
+            self.session.post(replace(update, chunks=bit))
 
     def update(self, fields: m.ApplyUpdateHeader, payload: memoryview) -> None:
-        chunk = self.session.chunk(fields.chunk)
-        self.session.post(m.apply_update(fields, payload, chunk, self.rank))
+        update = m.apply_update(fields, payload, *self.named(fields), self.rank)
+        if fields.with_push:
+            self._update = update
+        else:
+            self.session.post(update)
 
     def close_grad(self, fields: m.CloseHeader, payload: memoryview) -> None:
-        chunk = self.session.chunk(fields.chunk)
-        self.session.post(messages.Close(chunk.id, fields.step, self.rank))
+        block, bits = self.named(fields)
+        self.session.post(messages.BlockClose(block.index, bits, fields.step, self.rank))
 
-    def discard(self, fields: m.ChunkHeader, payload: memoryview) -> None:
-        self.session.post(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
+    def discard(self, fields: m.ChunksHeader, payload: memoryview) -> None:
+        block, bits = self.named(fields)
+        self.session.post(messages.BlockDiscard(block.index, bits, self.rank))
 
     def failed(self, fields: m.FailedHeader, payload: memoryview) -> None:
         self._reason = LostError(f"the worker ended with {fields.error}: {fields.words}")
@@ -175,6 +210,11 @@ class ParameterSession(HostedSession[ParameterConnection]):
         # number of workers per host, whose gradients are summed first (Rule 1); negative if relays
         # have summed them
         self.local = local
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the table; empty before the layout is known."""
+        raise NotImplementedError
 
     def chunk(self, number: int) -> Chunk:
         """Return a chunk. Raises WireError if this server does not hold the chunk."""

@@ -7,17 +7,19 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from roadtrain.chunks import Chunk, ChunkTable
 from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import NO_ANSWER, SLOW
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.blocks import bit_of, destination
 from roadtrain.storage.ledger import unpack
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes
@@ -30,12 +32,14 @@ class RemoteServer:
     all.
     """
 
-    def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
-        self.number, self.peer, self._all = number, peer, all
+    def __init__(
+        self, number: int, peer: str, all: Mapping[int, RemoteServer], table: ChunkTable
+    ) -> None:
+        self.number, self.peer, self._all, self._table = number, peer, all, table
         self.link: Link | None = None
         self.deliver: Callable[[Any], None] = lambda message: None  # set by `connect`
-        # ticket -> (chunk, destination of its parameters)
-        self._into: dict[int, tuple[int, memoryview]] = {}
+        self._pulls: dict[int, messages.BlockPull] = {}  # by ticket
+        self._missing: dict[int, int] = {}  # ticket -> chunks of the pull that have not arrived
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         # the operation in progress at the server, how much of it is done, and its total
         self.progress: tuple[str, int, int] = "", 0, 0
@@ -56,12 +60,16 @@ class RemoteServer:
             deliver(messages.Failed(self.number, self._error))
 
     def send(self, message: Any) -> None:
-        if isinstance(message, messages.Pull):
-            self._into[message.ticket] = (message.chunk, message.into)
         sent: Callable[[], None] | None = None
-        if isinstance(message, messages.Push):
-            sent = partial(self.deliver, messages.BufferFree(message.ticket))
-        self._post(*m.frame(message), sent)
+        match message:
+            case messages.BlockPull():
+                self._pulls[message.ticket] = message
+                self._missing[message.ticket] = message.chunks
+            case messages.BlockPush(update=update):
+                if update is not None:
+                    self._post(*m.update_frame(update, with_push=True))
+                sent = partial(self.deliver, messages.BufferFree(message.ticket))
+        self._post(*m.frame(message, self._table), sent, each=sent is not None)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         self._post(kind, m.encode(fields), [memoryview(payload)])
@@ -70,13 +78,15 @@ class RemoteServer:
         self,
         kind: int,
         header: bytes,
-        parts: Sequence[memoryview],
+        parts: Iterable[memoryview],
         sent: Callable[[], None] | None = None,
+        *,
+        each: bool = False,
     ) -> None:
         assert self.link is not None
         try:
             # A pull may overtake pushes, because it names the version that it needs.
-            self.link.send(kind, header, parts, sent, urgent=kind == m.PULL)
+            self.link.send(kind, header, parts, sent, urgent=kind == m.PULL, each=each)
         except LostError:
             # If the server sent a reason before it closed the link, the next wait raises it.
             if self._error is None:
@@ -141,12 +151,12 @@ class RemoteServer:
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
         if kind == m.PULLED:
-            ticket, chunk = fields
-            expected, into = self._into.get(ticket, (-1, memoryview(b"")))
-            if expected != chunk or len(into) != nbytes:
+            pull, chunk = self._pulled(fields)
+            into = destination(pull, chunk)
+            if len(into) != nbytes:
                 raise WireError(
-                    f"pull {ticket} requested {len(into)} bytes of chunk {expected}, but"
-                    f" {nbytes} bytes of chunk {chunk} arrived"
+                    f"pull {pull.ticket} requested {len(into)} bytes of chunk {chunk.id}, but"
+                    f" {nbytes} bytes arrived"
                 )
             return into
         if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.STEP_WORDS, m.RECORD):
@@ -169,17 +179,33 @@ class RemoteServer:
                 if kind == m.READY:
                     self.progress = "", 0, 0
                 self._inbox.put((kind, fields, bytes(payload)))
+            case m.PULLED:
+                self._chunk_arrived(*self._pulled(fields))
             case _:
                 self.deliver(self._message(kind, fields, payload))
 
+    def _pulled(self, fields: m.PulledHeader) -> tuple[messages.BlockPull, Chunk]:
+        """Return the pull that a frame answers, and the chunk in it."""
+        ticket, number = fields
+        pull, missing = self._pulls.get(ticket), self._missing.get(ticket, 0)
+        if pull is not None and 0 <= number < len(self._table.chunks):
+            chunk, block = self._table.chunks[number], self._table.blocks[pull.block]
+            if chunk.block == pull.block and missing & bit_of(block, number):
+                return pull, chunk
+        raise WireError(f"chunk {number} arrived for pull {ticket}, but is not awaited")
+
+    def _chunk_arrived(self, pull: messages.BlockPull, chunk: Chunk) -> None:
+        ticket, block = pull.ticket, self._table.blocks[pull.block]
+        self._missing[ticket] &= ~bit_of(block, chunk.id)
+        if not self._missing[ticket]:
+            del self._pulls[ticket], self._missing[ticket]
+            self.deliver(messages.BlockPulled(ticket))
+
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
         match kind:
-            case m.PULLED:
-                ticket, chunk = fields
-                del self._into[ticket]
-                return messages.Pulled(ticket, chunk)
             case m.GRAD_ACCUMULATED:
-                return messages.GradAccumulated(fields[0], np.frombuffer(payload, np.float64))
+                sums = np.frombuffer(payload, np.float64)
+                return messages.BlockAccumulated(self.number, fields[0], sums)
             case m.WRITTEN:
                 return messages.Written(self.number, *fields)
             case m.PREPARED:

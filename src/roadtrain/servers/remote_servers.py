@@ -219,7 +219,9 @@ class RemoteServers:
                 return
 
     def _join(self, number: int, options: TcpOptions) -> None:
-        server = RemoteServer(number, self.names[number] + self._route.via, self.servers)
+        server = RemoteServer(
+            number, self.names[number] + self._route.via, self.servers, self.meta.table
+        )
         g = self.group
         hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
         server.link = self._route.connect(number, server, options, hello, self._report)

@@ -26,8 +26,9 @@ from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rule import Rule
 from roadtrain.options.budgets import RecordBudgets
-from roadtrain.servers.gradients import PushedGradients
+from roadtrain.servers.gradients import PushedGradients, apply_rule
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.blocks import BlockAnswers
 from roadtrain.servers.protocol.chunk_state import Resident
 from roadtrain.servers.protocol.queues import (
     READ_PARAMETERS,
@@ -39,7 +40,7 @@ from roadtrain.servers.protocol.queues import (
 from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.servers.trace import Stages
-from roadtrain.storage.convert import MASTER, RecordView
+from roadtrain.storage.convert import RecordView
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.ledger import digest, pack
 from roadtrain.storage.meta import StoreMeta
@@ -114,6 +115,8 @@ class Server:
 
     def _new_machine(self, committed: int) -> ServerStateMachine:
         setup, meta = self.config, self.config.meta
+        blocks = meta.table.blocks
+        self._answers = BlockAnswers(setup.number, blocks, self.chunks, np.concatenate)
         spec = ServerSpec(
             setup.number,
             {c: self._resident_part(c) for c in self.chunks},
@@ -284,13 +287,14 @@ class Server:
         done = isinstance(event, messages.CommitDone) and event.step > self.machine.committed
         if done and self.tier is not None:
             self.tier.committed(event.step)
-        for action in self.machine.handle(event):
-            self._carry_out(action)
+        for part in self._answers.divided(event):
+            for action in self.machine.handle(part):
+                self._carry_out(action)
 
     def _carry_out(self, action: Any) -> None:
         match action:
             case messages.Send(message, to):
-                self._deliver(message, to)
+                self._send(message, to)
             case messages.Answer():
                 self._answer(action)
             case messages.Hold(push):
@@ -311,6 +315,10 @@ class Server:
                 self._prepare(action, step, blobs)
             case messages.Discard(chunk, worker):
                 self._grads.discard(chunk, worker)
+
+    def _send(self, message: Any, to: int | None) -> None:
+        if (joined := self._answers.joined(message, to)) is not None:
+            self._deliver(joined, to)
 
     def _kernel(self, priority: int, stage: str, action: Any, job: Job) -> None:
         self._kernels.put((priority, next(self._count), (stage, action, job)))
@@ -537,49 +545,3 @@ class Server:
                 f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
                 f" {bursts})"
             )
-
-
-def apply_rule(
-    rule: Rule,
-    record: RecordView,
-    public: memoryview | None,
-    grad: np.ndarray,
-    dtype: str,
-    apply_update: messages.ApplyUpdate,
-) -> None:
-    """Apply `rule` to every span of `record` that has a gradient. Padding between spans may change.
-    If `public` is not None, the 16-bit copy of the new values is written to it.
-    """
-    chunk, rows, n = record.chunk, record.rows, record.chunk.numel
-    p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]
-    copy = None if public is None else array_in(public, chunk.dtype, 0, n)
-    first = 0
-    while first < len(chunk.spans):
-        last = first + 1
-        while (
-            last < len(chunk.spans)
-            and apply_update.scales[last] == apply_update.scales[first]
-            and np.array_equal(rows[last], rows[first])
-        ):
-            last += 1
-        scale = apply_update.scales[first]
-        start = 0 if first == 0 else chunk.spans[first].start
-        stop = n if last == len(chunk.spans) else chunk.spans[last].start
-        cut = slice(start, stop)
-        if scale is not None:
-            row = rows[first].copy()
-            rule.apply(
-                p[cut],
-                grad[cut],
-                dtype,
-                [a[cut] for a in arrays],
-                row,
-                apply_update.hyper,
-                scale,
-                None if copy is None else copy[cut],
-                chunk.dtype,
-            )
-            rows[first:last] = row
-        elif copy is not None:
-            cast(p[cut], "fp32", copy[cut], chunk.dtype)
-        first = last

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
 
-from roadtrain.chunks import Chunk
+from roadtrain.chunks import Block, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
 from roadtrain.errors import BusyError, ForeignError, LostError, PeerError, WireError
@@ -167,6 +167,10 @@ class ServerSession(ParameterSession):
             self.server.receive(messages.PeerLost(rank, str(error)))
 
     # until the store is open
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return () if self.meta is None else self.meta.table.blocks
 
     def chunk(self, number: int) -> Chunk:
         meta = self.meta
@@ -388,7 +392,7 @@ class ServerSession(ParameterSession):
                 workers[0].freed(ticket)
             case messages.Failed(_, error):
                 self.end(error)
-            case messages.Pulled():
+            case messages.BlockPulled():
                 pass  # PullReply has sent the frame
             case _:
                 kind, fields, payload = m.reply(message)

@@ -74,6 +74,7 @@ class JobSession:
                 committed=self.step,
                 compute_blocks=compute_blocks,
                 slots=budgets.worker.slots,
+                device_slots=budgets.worker.device.slots if budgets.worker.device else 0,
                 buffers=budgets.worker.push_buffers,
                 workers=self.group.workers,
                 staleness=self.store_plan.staleness,

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from roadtrain.chunks import PAGE, Block, Chunk
+from roadtrain.device.accelerator import AfterCopies, DeviceBuffer, HostBuffer, accelerator_of
 from roadtrain.device.buffers import Heap
-from roadtrain.device.copies import CopyCallbacks, HostBuffer
 from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
 from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.options.budgets import WorkerBudgets
@@ -32,10 +32,13 @@ from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol import worker as w
 from roadtrain.servers.protocol.commit import Diverged
 from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
+from roadtrain.servers.square_sums import BlockSegments
 from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker_buffers import WorkerBuffers
 from roadtrain.streaming.released import in_child
 from roadtrain.units import round_up
+
+Gradient: TypeAlias = DeviceBuffer | HostBuffer  # the buffer of a laid-out gradient
 
 
 class ProcessLock(threading.Condition):
@@ -89,6 +92,7 @@ class Worker:
         self._block_of = {
             s.param: b.index for b in self.table.blocks for run in b.runs for s in run.spans
         }
+        self._segments: dict[int, BlockSegments] = {}  # of blocks whose sums were needed
         self.word = b""  # bytes that are sent to the other workers at the end of the step
         # dtype to which fp32 gradients are cast for sending; "" if they are not cast
         self.grad_dtype = ""
@@ -99,18 +103,25 @@ class Worker:
         self._error: BaseException | None = None
         self.buffers = WorkerBuffers(setup, budgets, device)
         self.root = self.buffers.root
-        self.pull_rate = 0.0  # bytes per second of the last block that was pulled alone
         self.heap = Heap()
-        # threads that call functions after copies from the device (push) and to the device (pull)
-        self._after: dict[str, CopyCallbacks] = {}
-        if device.type == "cuda":
+        # With a device, threads that send what has to wait for copies: gradients and all messages
+        # that must follow them (push), and pulls into buffers that are being copied (pull).
+        self._after: dict[str, AfterCopies] = {}
+        if (accelerator := accelerator_of(device)) is not None:
             self._after = {
-                of: CopyCallbacks(f"worker {of}", self._copy_failed) for of in ("push", "pull")
+                of: AfterCopies(f"worker {of}", accelerator, self._copy_failed)
+                for of in ("push", "pull")
             }
 
     @property
     def committed(self) -> int:
         return self.machine.commit.committed
+
+    @property
+    def root_tensor(self) -> torch.Tensor:
+        """The parameters of the root block, on the compute device."""
+        device = self.buffers.on_device
+        return self.root.tensor if device is None else device.root.tensor
 
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self.buffers)
@@ -139,13 +150,25 @@ class Worker:
         """Carry out actions. The caller holds the lock."""
         for action in actions:
             match action:
-                case w.SendTo(message, servers):
-                    for server in servers:
-                        self._send(server, message)
+                case w.SendTo() if "push" in self._after:
+                    self._after["push"].put(None, partial(self._send_later, action))
+                case w.SendTo():
+                    self._send_all([action])
                 case w.StartPulls(target, pulls):
                     self._start_pulls(self.buffers.slot(target), pulls)
-                case w.CopyIn(target, block):
-                    self.buffers.slot(target).to_device(self.table.blocks[block].pull_nbytes)
+                case w.CopyIn(source, slot, block) if self.buffers.on_device is not None:
+                    device, nbytes = self.buffers.on_device, self.table.blocks[block].pull_nbytes
+                    self.buffers.slots[source].copy_to(device.slots[slot], nbytes)
+
+    def _send_later(self, say: w.SendTo) -> None:
+        with self._lock:
+            self._send_all([say])
+
+    def _send_all(self, messages_to: Sequence[w.SendTo]) -> None:
+        """Send messages now. The caller holds the lock."""
+        for say in messages_to:
+            for server in say.servers:
+                self._send(server, say.message)
 
     def _diverged(self, found: Diverged) -> DivergedError:
         first, second = (getattr(self.links[n], "peer", f"server {n}") for n in found.servers)
@@ -206,34 +229,34 @@ class Worker:
                 lambda: self.machine.slot_of(block) is not None,
                 f"the parameters of block '{self.table.blocks[block].name}'",
             )
-            slot = self.machine.use_block(block)
-            version = self.machine.slot_version[slot]
-        return self.buffers.slots[slot].on_device(), version
+            slot, version = self.machine.use_block(block)
+        if (device := self.buffers.on_device) is not None:
+            return device.slots[slot].ready(), version
+        return self.buffers.slots[slot].tensor, version
 
     def release(self, block: int) -> None:
         with self._lock:
-            self.buffers.slots[self.machine.slot_in_use(block)].record_use()
+            if (device := self.buffers.on_device) is not None:
+                device.slots[self.machine.slot_in_use(block)].record_use()
             self._carry_out(self.machine.release_block(block))
         self.heap.trim()
 
-    def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
-        """Send pulls into `host`, once the GPU has copied its old contents. The caller holds the
-        lock.
+    def _start_pulls(self, host: HostBuffer, pulls: w.Pulls) -> None:
+        """Send pulls into `host`, once its old contents were copied to the device. The caller holds
+        the lock.
         """
         if (copying := host.copying()) is None:
             self._send_pulls(host, pulls)
         else:
             self._after["pull"].put(copying, partial(self._send_pulls_later, host, pulls))
 
-    def _send_pulls_later(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
+    def _send_pulls_later(self, host: HostBuffer, pulls: w.Pulls) -> None:
         with self._lock:
             self._send_pulls(host, pulls)
 
-    def _send_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
-        for pull in pulls:
-            into = host.view[pull.at : pull.at + round_up(pull.chunk.weights_nbytes, PAGE)]
-            message = messages.Pull(pull.chunk.id, pull.version, into, pull.ticket)
-            self._send(pull.server, message)
+    def _send_pulls(self, host: HostBuffer, pulls: w.Pulls) -> None:
+        for server, pull in pulls:
+            self._send(server, replace(pull, into=host.view))
 
     def start_pull(self, block: Block, host: HostBuffer) -> None:
         """Start fetching `block` into `host`, which is not a slot."""
@@ -246,58 +269,75 @@ class Worker:
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetch `block` into `host`, which is not a slot, and wait until it has arrived."""
-        start = time.perf_counter()
         self.start_pull(block, host)
         self.wait_pulled(host, f"the parameters of '{block.name}'")
-        self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
-        host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
         """Fetch the weights part of a chunk, with all updates that have begun, committed or not."""
-        host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
+        host = HostBuffer(round_up(chunk.weights_nbytes, PAGE))
         with self._lock:
             self._carry_out(self.machine.fetch_newest(chunk.id, host))
         self.wait_pulled(host, f"chunk {chunk.id}")
         return host.view
 
-    def give_up_slots(self, count: int) -> None:
-        """Free `count` slots. Allowed only before the first step."""
-        slots = self.buffers.slots
-        self.prefetch.shrink(len(slots) - count)
-        for _ in range(count):
-            slots.pop().close()
-
     @property
     def root_is_old(self) -> bool:
-        """Return whether the open step needs newer root parameters than the GPU has."""
+        """Return whether the open step needs newer root parameters than there are here."""
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
         """Fetch the root block if `root_is_old`. Returns whether the root block was fetched."""
         if not self.root_is_old:
             return False
-        self.root.record_use()
-        self.pull_into(self.table.blocks[0], self.root)
+        root = self.table.blocks[0]
+        self.pull_into(root, self.root)
+        if (device := self.buffers.on_device) is not None:
+            device.root.record_use()
+            self.root.copy_to(device.root, root.pull_nbytes)
+            device.root.ready()
         return True
 
     # pushes
 
-    def gradient_buffer(self, block: int) -> torch.Tensor:
+    def lay_out(self, block: int, write: Callable[[torch.Tensor], None]) -> Gradient:
+        """Wait for a buffer for the gradient of `block`, and call `write` with its tensor. Returns
+        the buffer for `push_block`.
+
+        On a device, the gradient of the root block, which is the last of a step, has no device
+        buffer: `write` copies it to the host.
+        """
+        device = self.buffers.on_device
+        if device is not None and block:
+            buffer = device.next_gradient()
+            write(buffer.ready())
+            return buffer
+        host = self._host_gradient(block)
+        if device is None:
+            write(host.tensor)
+        else:
+            accelerator = device.accelerator
+            with host.copies_on(accelerator.out):
+                write(host.tensor)
+            # torch may use the memory of the gradients again
+            accelerator.current().wait_event(host.copied)
+        return host
+
+    def _host_gradient(self, block: int) -> HostBuffer:
         with self._lock:
             if block == 0:
                 root = self.buffers.root_gradient
                 self._wait(lambda: not self.machine.is_read(root), "the root's gradient buffer")
-                return root.tensor
+                return root
             self._wait(
                 lambda: bool(self.machine.free),
                 f"a gradient buffer for '{self.table.blocks[block].name}'",
             )
-            return self.buffers.gradient(self.machine.take_buffer()).tensor
+            return self.buffers.gradient(self.machine.take_buffer())
 
     def push_block(
         self,
         block: int,
-        buffer: torch.Tensor,
+        buffer: Gradient,
         present: Sequence[int],
         *,
         fresh: bool,
@@ -308,7 +348,7 @@ class Worker:
 
         Args:
             block: Index of the block.
-            buffer: The flat buffer with the gradient.
+            buffer: The result of `lay_out`.
             present: Indices of the parameters that have a gradient.
             fresh: Whether the gradient replaces the servers' gradient, instead of being added.
             step: The open step if the gradient is complete and unscaled, else 0. If not 0, the
@@ -319,44 +359,39 @@ class Worker:
         self.machine.check_takes_grad(block)
         if fresh:
             self.forget(block)
-        host = self.buffers.with_gradient(buffer)
+        if isinstance(buffer, DeviceBuffer):
+            host = self._host_gradient(block)
+            host.copy_from(buffer, table.push_nbytes)
+        else:
+            host = buffer
         at_once = step > 0 and self.compressor is None
+        # The newest residuals are fetched before an update of them can begin.
+        residual_block = self.residual_block.get(block) if self.compressor else None
+        residual = None if residual_block is None else self._residual(residual_block)
         with self.stages.timed("Push", table.push_nbytes):
-            copied = host.from_device(table.push_nbytes)
-            then: dict[int, w.SendTo] = {}
+            updates: Sequence[w.SendTo] = ()
             with self._lock:
                 self.machine.grad_ready(block, present)
+                if residual_block is not None:
+                    runs = self.table.blocks[residual_block].runs
+                    all_of_it = [s.param for run in runs for s in run.spans]
+                    self.machine.grad_ready(residual_block, all_of_it)
                 if at_once:
-                    begun = self.machine.begin_update(
+                    updates = self.machine.begin_update(
                         block, step, hyperparameters, lambda param: 1.0
                     )
-                    then = {say.message.chunk: say for say in begun if isinstance(say, w.SendTo)}
-                self.machine.copying += copied is not None
-            if copied is None:
-                self._push_host(table, host, fresh, then)
+            if "push" in self._after:
+                push = partial(self._push_host, table, host, fresh, updates, residual)
+                self._after["push"].put(host.copying(), push)
             else:
-                self._after["push"].put(
-                    copied, partial(self._push_copied, table, host, fresh, then)
-                )
+                self._push_host(table, host, fresh, updates, residual)
             if at_once:
                 self._end_update(block)
             elif step:
                 self.apply_update(block, step, hyperparameters, lambda param: 1.0)
 
-    def _push_copied(self, *what: Any) -> None:
-        self._push_host(*what)
-        with self._lock:
-            self.machine.copying -= 1
-            self._lock.notify_all()
-
     def _copy_failed(self, error: BaseException) -> None:
         self.deliver(messages.Failed(-1, error))
-
-    def _wait_copied(self) -> None:
-        """Wait until no gradient is being copied from the GPU, because messages about a gradient
-        must follow it. The caller holds the lock.
-        """
-        self._wait(self.machine.may_send, "gradients to be copied from the device")
 
     def _wait_summed(self, block: int) -> None:
         self._wait(
@@ -365,32 +400,41 @@ class Worker:
         )
 
     def _push_host(
-        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.SendTo] = {}
+        self,
+        table: Block,
+        host: HostBuffer,
+        fresh: bool,
+        updates: Sequence[w.SendTo],
+        residual: HostBuffer | None,
     ) -> None:
         if self.compressor is None:
-            self.send_dense(table.trainable, host, fresh, then)
+            self.send_dense(table, host, fresh, updates)
         else:
-            self._send_packed(table, host, fresh, self.compressor)
+            self._send_packed(table, host, fresh, self.compressor, residual)
 
-    def _send_packed(self, table: Block, host: HostBuffer, fresh: bool, by: Compressor) -> None:
-        residual_block = self.residual_block.get(table.index)
-        target = residual = None
-        if residual_block is not None:
-            target = self._residual(residual_block, permanent=table.index == 0)
-            residual = np.frombuffer(target.view, np.float32)
-        for chunk, grad, sums in by.compress(table.trainable, host.view, residual):
+    def _send_packed(
+        self,
+        table: Block,
+        host: HostBuffer,
+        fresh: bool,
+        by: Compressor,
+        residual: HostBuffer | None,
+    ) -> None:
+        values = None if residual is None else np.frombuffer(residual.view, np.float32)
+        for chunk, grad, sums in by.compress(table.trainable, host.view, values):
             with self._lock:
-                self._carry_out(self.machine.send_packed(chunk.id, grad, sums, fresh))
-        if residual_block is not None and target is not None:
-            self._send_residual(residual_block, target)
+                self._send_all(self.machine.send_packed(chunk.id, grad, sums, fresh))
+        if residual is not None:
+            self.send_dense(self.table.blocks[self.residual_block[table.index]], residual, True)
         with self._lock:
             self.machine.return_buffer(self.buffers.key(host))
             self._lock.notify_all()
 
-    def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
+    def _residual(self, residual_block: int) -> HostBuffer:
         """Return a buffer with the newest residuals, which the caller changes and sends."""
         block = self.table.blocks[residual_block]
-        if permanent:  # residuals of the root have a permanent buffer, as the root itself
+        if residual_block == self.residual_block.get(0):
+            # residuals of the root have a permanent buffer, as the root itself
             host = self.buffers.residual(residual_block, block.pull_nbytes)
             with self._lock:
                 self._wait(
@@ -401,41 +445,42 @@ class Worker:
                 self.pull_into(block, host)
                 self.machine.current.add(residual_block)
             return host
-        self.fetch(residual_block)
-        slot = self.buffers.slots[self.machine.slot_in_use(residual_block)]
-        host = self.buffers.with_gradient(self.gradient_buffer(residual_block))
-        n = block.push_nbytes
-        np.copyto(np.frombuffer(host.view, np.uint8, n), np.frombuffer(slot.view, np.uint8, n))
-        self.release(residual_block)
+        with self._lock:
+            self._carry_out(self.machine.fetch_to_host(residual_block))
+            self._wait(
+                lambda: self.machine.is_on_host(residual_block),
+                f"the residuals of '{block.name}'",
+            )
+            slot = self.machine.use_on_host(residual_block)
+        host, n = self._host_gradient(residual_block), block.push_nbytes
+        values = np.frombuffer(self.buffers.slots[slot].view, np.uint8, n)
+        np.copyto(np.frombuffer(host.view, np.uint8, n), values)
+        with self._lock:
+            self._carry_out(self.machine.release_on_host(slot))
         return host
 
-    def _send_residual(self, residual_block: int, host: HostBuffer) -> None:
-        table = self.table.blocks[residual_block]
-        with self._lock:
-            present = [s.param for run in table.runs for s in run.spans]
-            self.machine.grad_ready(residual_block, present)
-        self.send_dense(table.chunks, host, True)
-
     def send_dense(
-        self,
-        chunks: Sequence[Chunk],
-        host: HostBuffer,
-        fresh: bool,
-        then: Mapping[int, w.SendTo] = {},
+        self, table: Block, host: HostBuffer, fresh: bool, updates: Sequence[w.SendTo] = ()
     ) -> None:
-        """Push the gradients of `chunks` from `host`, which becomes free when all servers have read
+        """Push the gradients of a block from `host`, which becomes free when all servers have read
         them.
 
-        `then` maps the number of a chunk to the message to send directly after its gradient.
+        Each of `updates` follows the gradients of its chunks.
         """
-        dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
-        pieces = [
-            (c, host.view[c.push_offset : c.push_offset + round_up(c.weights_nbytes, PAGE)], dtype)
-            for c, dtype in zip(chunks, dtypes)
-        ]
+        dtype = self.grad_dtype
+        if dtype:
+            downcast_in_place(table.trainable, host.view, dtype)
         with self._lock:
-            key = self.buffers.key(host)
-            self._carry_out(self.machine.send_dense(key, pieces, fresh, then, self.keep_always))
+            sends = self.machine.send_dense(
+                table.index,
+                self.buffers.key(host),
+                host.view,
+                fresh,
+                updates,
+                keep_always=self.keep_always,
+                dtype=dtype,
+            )
+            self._send_all(sends)
 
     # one step
 
@@ -449,18 +494,18 @@ class Worker:
         With several workers, the gradient is the mean over the workers, and the block's gradients
         must be complete. If `last_step` is set, the sums are those of the last step that has ended.
         """
-        state, workers = self.blocks[block], self.machine.workers_of(block)
+        state = self.blocks[block]
         with self._lock:
             if not last_step and self.machine.is_open(block):
-                self._wait_copied()
                 self._carry_out(self.machine.close_grad(block))
             of = state.ended[-1] if last_step else state.sums
             self._wait(lambda: not of.due, f"the sums of block '{self.table.blocks[block].name}'")
-        out: dict[int, float] = {}
-        for chunk in self.table.blocks[block].chunks:
-            for (param, _, _), value in zip(chunk.segments, of.values.get(chunk.id, ())):
-                out[param] = out.get(param, 0.0) + float(value) / workers**2
-        return out
+        if not of.values:
+            return {}
+        if (segments := self._segments.get(block)) is None:
+            layout, table = self.machine.layouts[block], self.table.blocks[block]
+            segments = self._segments[block] = BlockSegments(table, layout, self.owners)
+        return segments.sums_of_squares(of.values, self.machine.workers_of(block))
 
     def forget(self, block: int) -> None:
         """Drop the gradient of `block` that the servers hold, if any."""
@@ -468,7 +513,6 @@ class Worker:
             return
         with self._lock:
             self._wait_summed(block)  # a push cannot be dropped while the servers handle it
-            self._wait_copied()
             self._carry_out(self.machine.drop_grad(block))
         if block in self.residual_block:
             self.forget(self.residual_block[block])
@@ -487,7 +531,6 @@ class Worker:
         """
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)
-            self._wait_copied()
             self._carry_out(updates)
         self._end_update(block)
         residual_block = self.residual_block.get(block)
@@ -503,9 +546,8 @@ class Worker:
     def _end_update(self, block: int) -> None:
         """Finish an update. With a single worker, gradients of chunks that it skips are dropped."""
         with self._lock:
-            if self.machine.unchanged(block):
+            if self.blocks[block].unchanged():
                 self._wait_summed(block)
-                self._wait_copied()
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
@@ -557,5 +599,4 @@ class Worker:
     def close(self) -> None:
         for after in self._after.values():
             after.close()
-        for buffer in self.buffers:
-            buffer.close()
+        self.buffers.close()

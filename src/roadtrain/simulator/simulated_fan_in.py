@@ -13,12 +13,13 @@ TCP, as in a real run.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
 from roadtrain.servers.protocol import messages as m
+from roadtrain.servers.protocol.blocks import divided
 from roadtrain.servers.protocol.intermediary import Give, Up
 from roadtrain.simulator.engine import Cost, Engine, Lane, Then, joined
 from roadtrain.simulator.fan_in_costs import FanInCosts
@@ -71,9 +72,9 @@ class SimulatedFanIn:
         self.members: list[SimulatedFanInLink] = []
         self.up = NumberedStream(engine.lane(f"{name} up"))
         self.down = engine.lane(f"{name} down")
-        # ticket of a pull by the end -> number of members whose server has not answered (at least
-        # 1)
-        self.unanswered: dict[int, int] = {}
+        # (ticket, chunk) of a pull by the end -> number of members whose server has not answered;
+        # at least 1
+        self.unanswered: dict[tuple[int, int], int] = {}
         # chunk -> for each worker, callbacks in order, each for when one of its gradients has
         # reached the server
         self.pushed: dict[int, list[deque[Then]]] = {}
@@ -92,30 +93,29 @@ class SimulatedFanIn:
 
     # messages of a member, over TCP
 
-    def pull(self, member: int, pull: m.Pull) -> None:
-        self._send([replace(pull, worker=worker) for worker in self._workers(member)])
+    def announce(self, member: int, fresh: bool, arrivals: Mapping[int, Then]) -> None:
+        """Announce gradients of a member's workers. `fresh`: whether they are the first ones of the
+        step. `arrivals`: for each chunk, called when the server has received its gradient."""
+        workers = self._workers(member)
+        for chunk, then in arrivals.items():
+            waiting = self.pushed.setdefault(chunk, [deque() for _ in range(self.workers)])
+            waiting[workers[0]].append(then)
+        self._send([Announce(chunk, fresh, worker) for chunk in arrivals for worker in workers])
 
-    def announce(self, member: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Announce a gradient of a member's workers. `fresh`: whether the gradient is the chunk's
-        first of the step. `then`: called when the server has received the gradient."""
-        waiting = self.pushed.setdefault(chunk, [deque() for _ in range(self.workers)])
-        waiting[self._workers(member)[0]].append(then)
-        self._send([Announce(chunk, fresh, worker) for worker in self._workers(member)])
+    def say(self, member: int, message: m.BlockMessage) -> None:
+        """Send a message from each of a member's workers."""
+        events = divided(message, self.blocks.blocks)
+        workers = self._workers(member)
+        self._send([replace(event, worker=worker) for event in events for worker in workers])
 
-    def close(self, member: int, chunk: int, step: int) -> None:
-        if self.workers > 1:
-            self._send([m.Close(chunk, step, worker) for worker in self._workers(member)])
-
-    def ask_update(self, member: int, update: m.ApplyUpdate) -> None:
-        self._send([replace(update, worker=worker) for worker in self._workers(member)])
-
-    def answered(self, ticket: int) -> None:
-        """Count an answer to the pull with this ticket. The pull is answered once the server has
-        answered for every member."""
-        self.unanswered[ticket] -= 1
-        if not self.unanswered[ticket]:
-            del self.unanswered[ticket]
-            self._handle(m.Pulled(ticket, 0))
+    def answered(self, answer: m.Pulled) -> None:
+        """Count an answer to a pull by the end. The pull is answered once the server has answered
+        for every member."""
+        key = answer.ticket, answer.chunk
+        self.unanswered[key] -= 1
+        if not self.unanswered[key]:
+            del self.unanswered[key]
+            self._handle(answer)
 
     def _workers(self, member: int) -> range:
         """Return the numbers of the workers that a member stands for."""
@@ -172,7 +172,7 @@ class SimulatedFanIn:
     def _to_server(self, message: m.WorkerMessage) -> None:
         """Send a message from the fan-in to each member's simulated server."""
         if isinstance(message, m.Pull):
-            self.unanswered[message.ticket] = len(self.members)
+            self.unanswered[message.ticket, message.chunk] = len(self.members)
         for member in self.members if not isinstance(message, m.Close) else ():
             member.server.handle(message)
             if isinstance(message, m.ApplyUpdate):
@@ -288,21 +288,22 @@ class SimulatedFanInLink:
         # is later than `requested` + 1
         self.early: deque[tuple[int, Then]] = deque()
 
-    def pull(self, pull: m.Pull) -> None:
-        self.end.pull(self.number, pull)
+    def pull(self, pull: m.BlockPull) -> None:
+        self.end.say(self.number, pull)
 
-    def push(self, step: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Push a gradient of a chunk. `fresh`: whether the gradient is the chunk's first of the
-        step. `then`: called when the server has received the gradient."""
-        self._in_order(step, partial(self.end.announce, self.number, chunk, fresh, then))
+    def push(self, step: int, fresh: bool, arrivals: Mapping[int, Then]) -> None:
+        """Push gradients of chunks. `fresh`: whether they are the first ones of the step.
+        `arrivals`: for each chunk, called when the server has received its gradient."""
+        self._in_order(step, partial(self.end.announce, self.number, fresh, arrivals))
 
-    def close(self, step: int, chunk: int) -> None:
-        """Report that all gradients of a chunk in this step have been pushed."""
-        self._in_order(step, partial(self.end.close, self.number, chunk, step))
+    def close(self, close: m.BlockClose) -> None:
+        """Report that all gradients of chunks in this step have been pushed."""
+        if self.end.workers > 1:
+            self._in_order(close.step, partial(self.end.say, self.number, close))
 
-    def ask_update(self, update: m.ApplyUpdate) -> None:
-        self.pending[update.step] += 1
-        self._in_order(update.step, partial(self.end.ask_update, self.number, update))
+    def ask_update(self, update: m.BlockUpdate) -> None:
+        self.pending[update.step] += update.chunks.bit_count()
+        self._in_order(update.step, partial(self.end.say, self.number, update))
 
     def all_asked(self, step: int) -> None:
         """Record that all updates of a step have been requested, and send the waiting messages of

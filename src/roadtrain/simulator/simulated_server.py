@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil
+from typing import Any
 
+from roadtrain.chunks import Block, Chunk, Run, Span
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan_file import Plan
 from roadtrain.servers.protocol import messages as m
+from roadtrain.servers.protocol.blocks import BlockAnswers
 from roadtrain.servers.protocol.chunk_state import Resident
 from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
 from roadtrain.servers.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
@@ -42,8 +45,20 @@ class BlockPieces:
     def chunks(self) -> int:
         return len(self.params) * self.pieces
 
-    def of_block(self, block: int) -> range:
-        return range(block * self.pieces, (block + 1) * self.pieces)
+    @property
+    def every(self) -> int:
+        """All chunks of a block, as a bitmap."""
+        return (1 << self.pieces) - 1
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The blocks as messages name them, each of one parameter. Their chunks have no sizes."""
+        out = []
+        for block in range(len(self.params)):
+            run = block, 0, "fp32", 0, True, 0, 0, 0, (Span(block, 0, 0, 0),)
+            chunks = [Chunk(*run, block * self.pieces + i, 0) for i in range(self.pieces)]
+            out.append(Block(block, "", range(block, block + 1), (Run(*run),), tuple(chunks), 0, 0))
+        return out
 
     def block(self, chunk: int) -> int:
         return chunk // self.pieces
@@ -103,10 +118,12 @@ class SimulatedServer:
         # chunk -> the transfer of its parameters from a processor in an SSD to memory after its
         # last update
         self.upstream: dict[int, Task] = {}
+        pieces = range(blocks.chunks)
+        self.answers = BlockAnswers(0, blocks.blocks, pieces, lambda sums: None)
         self.inbox: deque[m.Event] = deque()  # events that wait until the current event is handled
         self.busy = False
-        # set by the stage; called with the ticket of each answered pull
-        self.pulled: Callable[[int], None]
+        # set by the stage; called with the answer to each pull
+        self.pulled: Callable[[m.Pulled | m.BlockPulled], None]
         self.held: Then  # set by the stage; called when a gradient is held
 
     @cached_property
@@ -142,9 +159,9 @@ class SimulatedServer:
         """True if any gradient is still on its way to host memory or to an SSD."""
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
-    def handle(self, event: m.Event) -> None:
+    def handle(self, event: m.Event | m.BlockMessage) -> None:
         """Pass an event to the server's state machine, after all earlier events."""
-        self.inbox.append(event)
+        self.inbox += self.answers.divided(event)
         if self.busy:
             return
         self.busy = True
@@ -180,15 +197,15 @@ class SimulatedServer:
                 self._on_disk(WRITE_STATE, "Write", cost, partial(self._done, action))
             case m.Prepare():
                 self._cost("Commit", Cost(0.0), partial(self._done, action))
-            case m.Send(message):
-                self._reply(message)
+            case m.Send(message, to):
+                self._reply(self.answers.joined(message, to))
             case _:
                 raise AssertionError(f"unexpected action of the server: {action}")
 
-    def _reply(self, message: m.ServerMessage) -> None:
+    def _reply(self, message: Any) -> None:
         match message:
-            case m.Pulled(ticket):
-                self.pulled(ticket)
+            case m.Pulled() | m.BlockPulled():
+                self.pulled(message)
             case m.CommitDone():
                 self._send(self.commits.on_committed(message))
 
@@ -257,4 +274,5 @@ class SimulatedServer:
         """Assert the invariants of the state machines and of the queue of the SSDs."""
         self.machine.check()
         self.commits.check()
+        self.answers.check()
         self.disk.check()

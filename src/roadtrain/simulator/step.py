@@ -21,8 +21,18 @@ from functools import partial
 
 from roadtrain.config.models import BlockShape
 from roadtrain.relay.protocol.relay import RelayEvent, RelayStateMachine
+from roadtrain.servers.protocol.blocks import divided
 from roadtrain.servers.protocol.intermediary import Give, Up
-from roadtrain.servers.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
+from roadtrain.servers.protocol.messages import (
+    BlockClose,
+    BlockPull,
+    BlockPulled,
+    BlockPush,
+    BlockUpdate,
+    Done,
+    Pulled,
+    Push,
+)
 from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource, Then
@@ -109,7 +119,7 @@ class SimulatedStage:
         self.tickets = itertools.count(1)
         # ticket of a pull -> the (block, slot) that it fills
         self.pulls: dict[int, tuple[int, int]] = {}
-        self.coming: dict[int, int] = {}  # block -> number of its chunks in flight
+        self.coming: dict[int, int] = {}  # ticket of a pull -> number of its chunks in flight
         # the version that the next pull of each block requests
         self.version = [0] * len(self.blocks)
         self.step = 0  # the current step
@@ -332,20 +342,19 @@ class SimulatedStage:
     def _pull(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:
             self._tax(self.fabric.answer(self.pieces.params[pull.block]))
-            self.coming[pull.block] = self.pieces.pieces
             version = self.version[pull.block]
             if self.plan.staleness and version:
                 version -= 1
-            for chunk in self.pieces.of_block(pull.block):
-                ticket = next(self.tickets)
-                self.pulls[ticket] = pull.block, pull.slot
-                message = Pull(chunk, version, None, ticket)
-                if self.link is not None:
-                    self.link.pull(message)
-                elif self.relay is not None:
-                    self._relay(self.relay, message)
-                else:
-                    self.server.handle(message)
+            ticket = next(self.tickets)
+            self.pulls[ticket], self.coming[ticket] = (pull.block, pull.slot), self.pieces.pieces
+            message = BlockPull(pull.block, self.pieces.every, version, None, ticket)
+            if self.link is not None:
+                self.link.pull(message)
+            elif self.relay is not None:
+                for part in divided(message, self.pieces.blocks):
+                    self._relay(self.relay, part)
+            else:
+                self.server.handle(message)
 
     def _relay(self, relay: RelayStateMachine, event: RelayEvent) -> None:
         for action in relay.handle(event):
@@ -360,19 +369,21 @@ class SimulatedStage:
         self._relay(relay, Done(give))
         self._pulled(give.pull.ticket)
 
-    def _answered(self, ticket: int) -> None:
+    def _answered(self, answer: Pulled | BlockPulled) -> None:
         """Handle the server's answer to a pull."""
-        if self.link is not None:
-            self.link.end.answered(ticket)
+        if isinstance(answer, BlockPulled):
+            self._pulled(answer.ticket, self.pieces.pieces)
+        elif self.link is not None:
+            self.link.end.answered(answer)
         elif self.relay is not None:
-            self._relay(self.relay, Pulled(ticket, 0))
-        else:
-            self._pulled(ticket)
+            self._relay(self.relay, answer)
 
-    def _pulled(self, ticket: int) -> None:
-        block, slot = self.pulls.pop(ticket)
-        self.coming[block] -= 1
-        if not self.coming[block]:
+    def _pulled(self, ticket: int, chunks: int = 1) -> None:
+        """Record that chunks of a pull have arrived."""
+        self.coming[ticket] -= chunks
+        if not self.coming[ticket]:
+            del self.coming[ticket]
+            block, slot = self.pulls.pop(ticket)
             self._pull(self.prefetch[block].arrived(slot))
             self._use()
 
@@ -392,15 +403,19 @@ class SimulatedStage:
             # this device sums the gradients of rows until it sends them
             rows = self._rows(block, 1 if self.plan.placement.streamed else self.passes)
             cost = rows._replace(work=rows.work / pieces)
-        for chunk in self.pieces.of_block(block):
-            self.pushing[self.step] += 1
-            push = Push(chunk, None, fresh, True, next(self.tickets))
-            arrived = partial(self._arrived, push, last, self.step)
-            if (link := self._link_of(block)) is not None:
-                link.push(self.step, chunk, fresh, arrived)
-                if last:
-                    self._gradient_whole(link, chunk, self.step)
-            elif self.rank is None:
+        whole = BlockPush(block, self.pieces.every, None, fresh, True, next(self.tickets))
+        arrivals = {
+            push.chunk: partial(self._arrived, push, last, self.step)
+            for push in divided(whole, self.pieces.blocks)
+        }
+        self.pushing[self.step] += pieces
+        if (link := self._link_of(block)) is not None:
+            link.push(self.step, fresh, arrivals)
+            if last:
+                self._gradient_whole(link, block, self.step)
+            arrivals = {}
+        for chunk, arrived in arrivals.items():
+            if self.rank is None:
                 self._cost("Push", cost, arrived, lane=self.lanes.get("Push"))
             else:
                 at = (chunk, self.step, None if last else run.micro // self.width)
@@ -414,16 +429,16 @@ class SimulatedStage:
         none, because devices exchange the gradients of table rows directly."""
         return None if self.blocks[block].tables else self.link
 
-    def _gradient_whole(self, link: SimulatedFanInLink, chunk: int, step: int) -> None:
+    def _gradient_whole(self, link: SimulatedFanInLink, block: int, step: int) -> None:
         if self.plan.update_at == "gradient":
-            link.ask_update(self._update_of(chunk, step))
+            link.ask_update(self._update_of(block, self.pieces.every, step))
         else:
-            link.close(step, chunk)
+            link.close(BlockClose(block, self.pieces.every, step))
 
-    def _update_of(self, chunk: int, step: int) -> ApplyUpdate:
+    def _update_of(self, block: int, chunks: int, step: int) -> BlockUpdate:
         eager = self.plan.in_turn and self.plan.update_at == "gradient"
-        order = next(self.tickets) if eager else self.pieces.block(chunk)
-        return ApplyUpdate(chunk, step, (), (1.0,), order)
+        order = next(self.tickets) if eager else block
+        return BlockUpdate(block, chunks, step, {0: ()}, (1.0,), order)
 
     def _partners(self, run: RunBlocks) -> int:
         """Return the number of replicas that push a gradient in the same round as `run`. The last
@@ -448,7 +463,8 @@ class SimulatedStage:
         self.server.handle(push)
         block = self.pieces.block(push.chunk)
         if last and self.plan.update_at == "gradient" and self._link_of(block) is None:
-            self.server.handle(self._update_of(push.chunk, step))
+            bit = 1 << push.chunk % self.pieces.pieces
+            self.server.handle(self._update_of(block, bit, step))
         self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
@@ -474,8 +490,8 @@ class SimulatedStage:
         self._settled(step)
 
     def _ask_updates(self, step: int) -> None:
-        for chunk in range(self.pieces.chunks):
-            update, link = self._update_of(chunk, step), self._link_of(self.pieces.block(chunk))
+        for block in range(len(self.blocks)):
+            update, link = self._update_of(block, self.pieces.every, step), self._link_of(block)
             if link is None:
                 self.server.handle(update)
             else:

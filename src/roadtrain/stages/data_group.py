@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.stages.flat_layout import Bucket, overlaps
-from roadtrain.stages.op_queue import Pending
+from roadtrain.stages.op_queue import BACKSTOP, Pending
 
 DEFAULT_DEADLINE_S = 600.0
 # the names of these functions in torch 2.13 and in earlier versions
@@ -40,7 +40,9 @@ class RankCollectives:
         self.group, self.device = group, device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.width = 1 if group is None else dist.get_world_size(group)
-        self.deadline_s = DEFAULT_DEADLINE_S if group is None else deadline_of(group, device)
+        self.deadline_s = DEFAULT_DEADLINE_S
+        if group is not None:
+            self.deadline_s = deadline_of(group, device) / (1 if device.type == "cpu" else BACKSTOP)
 
     def __str__(self) -> str:
         return "a single rank" if self.group is None else ranks_of(self.group)

@@ -13,17 +13,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from roadtrain.device.accelerator import accelerator_of
 from roadtrain.errors import DeadlineError, LoopError, LostError, RoadtrainError
 
 DEPTH = 2  # most jobs in flight: one job sends while the next job starts
 # an error about a peer has one of these words; not every such error names gloo or NCCL
 PEER_WORDS = ("gloo", "nccl", "pair closure", "connection", "timed out")
 PATIENCE = 2.0  # a wait times out after this many deadlines without any progress
+# NCCL ends the process when its own timeout expires, so that timeout is this many deadlines
+BACKSTOP = PATIENCE + 1.0
+HINT = "a rank of the group has ended or is unreachable; read its log to find out why"
 
 
 class Pending(Protocol):
@@ -92,7 +96,8 @@ class CollectiveQueue:
                 if not moved:
                     raise DeadlineError(
                         f"{self.name}: waited for {what}, but no operation ended for"
-                        f" {PATIENCE * self.deadline_s:g} s; in progress: {self._now or 'nothing'}"
+                        f" {PATIENCE * self.deadline_s:g} s; in progress: {self._now or 'nothing'}",
+                        hint=HINT,
                     )
 
     def wait_all(self, what: str) -> None:
@@ -115,7 +120,8 @@ class CollectiveQueue:
         self._thread.join(PATIENCE * self.deadline_s)
         if self._thread.is_alive():
             raise DeadlineError(
-                f"{self.name}: {self._now} did not end within {PATIENCE * self.deadline_s:g} s"
+                f"{self.name}: {self._now} did not end within {PATIENCE * self.deadline_s:g} s",
+                hint=HINT,
             )
         with self._changed:
             if not self._reported:
@@ -202,7 +208,7 @@ def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
     late = "timed out" in text.lower() or "timeout" in text.lower()
     peer_error = (DeadlineError if late else LostError)(
         f"{what} failed" + (f" after {deadline_s:g} s" if late else "") + f": {text[:300]}",
-        hint="a rank of the group has ended or is unreachable; read its log to find out why",
+        hint=HINT,
     )
     peer_error.__cause__ = error
     return peer_error
@@ -216,23 +222,30 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = None if device.type == "cpu" else torch.Stream(device)
+        self._accelerator = accelerator_of(device)
+        self.stream = None if self._accelerator is None else self._accelerator.new_stream()
         # bucket number -> event after which the queue's thread has written the bucket
-        self.marks: dict[int, torch.Event] = {}
+        self.marks: dict[int, Any] = {}
 
     @property
     def running(self) -> contextlib.AbstractContextManager[object]:
         """The context manager that must be active while the queue's thread runs."""
-        return contextlib.nullcontext() if self.stream is None else self.stream
+        if self._accelerator is None:
+            return contextlib.nullcontext()
+        return self._accelerator.on(self.stream)
 
-    def mark(self) -> torch.Event | None:
+    def mark(self) -> Any:
         """Return an event that occurs when all work that the computing thread has started so far is
         done. Called by the computing thread."""
-        if self.stream is None:
-            return None
-        return torch.accelerator.current_stream(self.stream.device).record_event()
+        return None if self._accelerator is None else self._recorded(self._accelerator.current())
 
-    def after(self, mark: torch.Event | None) -> None:
+    def _recorded(self, stream: Any) -> Any:
+        assert self._accelerator is not None
+        event = self._accelerator.new_event()
+        event.record(stream)
+        return event
+
+    def after(self, mark: Any) -> None:
         """Make the side stream wait for an event that `mark` returned. Called by the queue's
         thread."""
         if self.stream is not None and mark is not None:
@@ -242,19 +255,18 @@ class SideStream:
         """Record that bucket `number` is written when the side stream has done all work started so
         far. Called by the queue's thread."""
         if self.stream is not None:
-            self.marks[number] = self.stream.record_event()
+            self.marks[number] = self._recorded(self.stream)
 
     def wait_for(self, numbers: Collection[int]) -> None:
         """Make the computing stream wait until these buckets are written. Called by the computing
         thread."""
-        if self.stream is None:
-            return
         for number in numbers:
-            if (mark := self.marks.pop(number, None)) is not None:
-                torch.accelerator.current_stream(self.stream.device).wait_event(mark)
+            if (mark := self.marks.pop(number, None)) is not None and self._accelerator is not None:
+                self._accelerator.current().wait_event(mark)
 
-    def join(self) -> None:
-        """Make the computing stream wait for all work of the side stream. Called by the computing
-        thread."""
-        if self.stream is not None:
-            torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
+    def join(self, deadline_s: float) -> bool:
+        """Wait until all work of the side stream has ended, and return whether it has within
+        `deadline_s`. Called by the computing thread."""
+        if self._accelerator is None:
+            return True
+        return self._accelerator.reaches(self._recorded(self.stream), deadline_s)

@@ -71,8 +71,8 @@ def join(
     rule: str,
     report: Report,
 ) -> RankContext:
-    """Choose and test a network for every group, create the process groups and control links, and
-    agree on an id of this start of the job. Collective.
+    """Choose and test a network for every group, create the process groups and control links,
+    connect the stages, and agree on an id of this start of the job. Collective.
 
     rule: the class name of the user's optimizer. Raises ConfigError if the hosts of a group have no
     network in common, and PeerError if a network does not work.
@@ -82,9 +82,7 @@ def join(
     networks = preflight(meeting, every, hosts, say=report)
     me, deadline_s = meeting.rank, options.deadline_s
     start_processes(networks[CONTROL], meeting.store, me, meeting.world_size, deadline_s)
-    processes = make_process_groups(
-        every, networks, deadline_s, device_type=device.type, say=report
-    )
+    processes = make_process_groups(every, networks, deadline_s, device=device, say=report)
     places = []
     for rank in range(groups.world_size):
         at = groups.position(rank)
@@ -93,7 +91,9 @@ def join(
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
     # launchers do not provide an id
     start = control.same(lambda: uuid.uuid4().hex, "the id of this start")
-    return RankContext(me, groups, layout, processes, control, options, device, rule, start)
+    context = RankContext(me, groups, layout, processes, control, options, device, rule, start)
+    stage_links(context).connect()
+    return context
 
 
 class UserOptimizer:
@@ -271,7 +271,7 @@ def stage_links(context: RankContext) -> StageLinks:
     for number, group in enumerate(groups.boundaries):
         if group in context.processes:
             channels[number // len(DIRECTION), DIRECTION[group.kind]] = context.processes[group]
-    return StageLinks(channels, groups, context.rank, context.options.deadline_s)
+    return StageLinks(channels, groups, context.rank, context.options.deadline_s, context.device)
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from roadtrain.device.copies import own_device
+from roadtrain.device.choice import own_device
 from roadtrain.environment import launch_of
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
@@ -37,6 +37,7 @@ from roadtrain.stages.parallel_parts import (
 )
 from roadtrain.stages.parallel_sizes import StageSizes
 from roadtrain.stages.parallel_training import ParallelTraining
+from roadtrain.stages.process_groups import check_device
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import meet
 from roadtrain.stages.stage_model import MicroBatch, StageModel
@@ -69,7 +70,7 @@ def parallelize(
             micro-batch as a scalar tensor. The default returns the loss that the model itself
             computes.
         device: Device of this process. "cuda" selects the CUDA device with the index LOCAL_RANK. If
-            None, CUDA is used if it is available, and otherwise the CPU.
+            None, the host's accelerator is used, or the CPU if there is none.
         report: Called with each line of the log on the first process. Lines about another stage
             are printed by the first process of that stage.
 
@@ -88,7 +89,8 @@ def parallelize(
     for line in options.lossy_notes():
         say(line)
     users = UserOptimizer(model, optimizer, say)
-    at = own_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), say)
+    at = own_device(device, say)
+    check_device(at)
     # 2. rendezvous of all processes; if a process is missing, all others report this
     parallelism = options.parallelism
     meeting = meet(

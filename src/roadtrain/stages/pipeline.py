@@ -47,7 +47,8 @@ class _Step:
     posted: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
     # micro-batch -> its loss, until its backward
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    total: float = 0.0  # the sum of this rank's losses
+    # this rank's losses; their values are read at the end, because that waits for a GPU
+    ended: list[torch.Tensor] = field(default_factory=list)
 
 
 class Pipeline:
@@ -83,13 +84,13 @@ class Pipeline:
                 part.drop()
             raise
         self.times.waiting = self.links.wait_s
-        return step.total
+        return sum(map(float, step.ended), 0.0)
 
     @torch.no_grad()
     def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
         """Run only the forwards. Returns the sum of this rank's losses as `step` does, and raises
         the same errors."""
-        machine, total = StageStateMachine(self.shape), 0.0
+        machine, losses = StageStateMachine(self.shape), list[torch.Tensor]()
         handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         for run in (run for run in machine.order if run.what == FORWARD):
             part, arrival = self.parts[run.part], machine.arrival(run)
@@ -104,14 +105,14 @@ class Pipeline:
             peer, transfer = machine.consumer(run), machine.transfer(run)
             if peer is None:
                 assert isinstance(out, torch.Tensor)
-                total += float(out) / self.shape.num_microbatches
+                losses.append(out)
             elif transfer is None:
                 handed[peer.part, run.micro] = list(out)
             else:
                 # clones, because a block may return its input, whose buffer is reused
                 self.links.send(transfer, [x.clone() for x in out])
         self.links.flush()
-        return total
+        return sum((float(loss) / self.shape.num_microbatches for loss in losses), 0.0)
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
         """Yield each forward or backward of the step when its inputs have arrived, in the order of
@@ -152,7 +153,7 @@ class Pipeline:
         assert isinstance(out, torch.Tensor)
         loss = out / self.shape.num_microbatches
         step.losses[run.micro] = loss
-        step.total += float(loss.detach())
+        step.ended.append(loss.detach())
         return []
 
     def _backward(self, step: _Step, run: RunBlocks) -> list[torch.Tensor]:

@@ -7,6 +7,10 @@ must make the same calls in the same order.
 Note "NCCL networks": an NCCL communicator can choose only between "IB" (InfiniBand and RoCE) and
 "Socket". The card is chosen for the whole process by NCCL_IB_HCA and NCCL_SOCKET_IFNAME, which
 roadtrain never sets. If they do not name the chosen card, roadtrain warns.
+
+Note "NCCL communicators": all ranks create the groups in the same order, and with `device_id` each
+new group connects at once. Otherwise NCCL would create a communicator for each pair of ranks when
+the pair first exchanges a message, in an order that depends on the step.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roadtrain.errors import LostError
+from roadtrain.errors import ConfigError, LostError
 from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
+from roadtrain.stages.op_queue import BACKSTOP
 
+CPU = torch.device("cpu")
 GLOO = "roadtrain_gloo"  # a gloo backend with an address per group
 
 
@@ -51,6 +58,16 @@ class NcclNetwork:
     unbound: str  # a warning if NCCL may use another card than roadtrain chose, else ""
 
 
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError if there are no collectives for tensors on `device`."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"parallelize() would compute on {device}, but supports only CUDA devices (NCCL) and"
+            " the CPU (gloo)",
+            hint="use device='cpu', or place() the model on this device",
+        )
+
+
 def start_processes(
     network: GroupNetwork, store: dist.Store, rank: int, world_size: int, deadline_s: float
 ) -> None:
@@ -73,21 +90,21 @@ def make_process_groups(
     networks: Mapping[str, GroupNetwork],
     deadline_s: float,
     *,
-    device_type: str = "cpu",
+    device: torch.device = CPU,
     say: Callable[[str], None] = print,
 ) -> ProcessGroups:
     """Create all groups, in order. Collective; the default process group must exist.
 
     networks: the network of each group by name, and of the group of all ranks, the same on every
-    rank. device_type: "cpu" (all groups use gloo) or "cuda" (all groups but that of all ranks use
-    NCCL). say: called with a warning for each group that may not use the chosen card. Raises
-    LostError if a group's ranks do not connect within the deadline.
+    rank. device: this rank's device: a CPU (all groups use gloo) or a GPU with an index (all groups
+    but that of all ranks use NCCL). say: called with a warning for each group that may not use the
+    chosen card. Raises LostError if a group's ranks do not connect within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
     for group in groups:
         network = networks[group.name]
-        if device_type == "cpu":
+        if device.type == "cpu":
             process_group = _gloo_group(network, deadline_s)
         else:
             choice = nccl_network(network, rank, os.environ)
@@ -96,7 +113,7 @@ def make_process_groups(
             options: Any = dist.ProcessGroupNCCL.Options()
             if choice.net_name is not None:
                 options.config.net_name = choice.net_name
-            process_group = _new_group(network, "nccl", options, deadline_s)
+            process_group = _new_group(network, "nccl", options, BACKSTOP * deadline_s, device)
         if rank in network.ranks:
             made[group.name] = process_group
     return ProcessGroups(control, replies, made, dict(networks))
@@ -132,7 +149,13 @@ def _gloo_group(network: GroupNetwork, deadline_s: float) -> Any:
     return _new_group(network, GLOO, address, deadline_s)
 
 
-def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: float) -> Any:
+def _new_group(
+    network: GroupNetwork,
+    backend: str,
+    options: Any,
+    deadline_s: float,
+    device: torch.device | None = None,
+) -> Any:
     with _connecting(network, deadline_s):
         return dist.new_group(
             list(network.ranks),
@@ -140,6 +163,7 @@ def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: fl
             backend=backend,
             pg_options=options,
             group_desc=network.group,
+            device_id=device,
         )
 
 

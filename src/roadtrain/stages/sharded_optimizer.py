@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roadtrain.errors import LoopError, StoreError
+from roadtrain.errors import DeadlineError, LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
 from roadtrain.stages.data_group import DataGroup, RankCollectives, SharedCopies
@@ -36,7 +36,15 @@ from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum
-from roadtrain.stages.op_queue import DEPTH, CollectiveQueue, Pending, QueuedCollective, SideStream
+from roadtrain.stages.op_queue import (
+    DEPTH,
+    HINT,
+    PATIENCE,
+    CollectiveQueue,
+    Pending,
+    QueuedCollective,
+    SideStream,
+)
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import differ, digest, pair, sync_start
 from roadtrain.stages.tensor import TensorParallel
@@ -241,10 +249,19 @@ class ShardedOptimizer:
         self.wait_parameters()
 
     def _settle(self, what: str) -> None:
-        """Wait for all queued operations, also on the GPU stream of the calling thread. what: the
-        name of the awaited result, for errors."""
+        """Wait until all queued operations have ended, also on a GPU. what: the name of the awaited
+        result, for errors."""
         self.queue.wait_all(f"{self._step}: {what}")
-        self.side.join()
+        self._join(what)
+
+    def _join(self, what: str) -> None:
+        deadline_s = PATIENCE * self.group.deadline_s
+        if not self.side.join(deadline_s):
+            raise DeadlineError(
+                f"{self.options.label}: waited {deadline_s:g} s for {self._step}: {what}, over"
+                f" {self.group}",
+                hint=HINT,
+            )
 
     @property
     def _step(self) -> str:
@@ -472,7 +489,7 @@ class ShardedOptimizer:
         self.hooks.close()
         self.waits.close()
         self.queue.close()
-        self.side.join()
+        self._join("the end of what is under way")
         if self.sums is not None:
             self.sums.close()
 

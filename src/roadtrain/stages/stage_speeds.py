@@ -81,15 +81,15 @@ def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torc
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):
+        then = finished_at(device)  # not after `post`: a GPU is busy while it receives
         for transfer, buffer in zip(mine, arriving, strict=True):
             links.post(transfer, [buffer])
-        then = finished_at(device)
         for transfer in mine:
             links.send(_request(transfer), [_message(1, device)])
         for transfer in mine:
             links.wait(transfer)
-        took.append(finished_at(device) - then)
         links.flush()
+        took.append(finished_at(device) - then)
     return min(took[1:])
 
 

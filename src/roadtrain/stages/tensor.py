@@ -27,17 +27,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from roadtrain.device.accelerator import random_state, set_random_state
 from roadtrain.errors import ConfigError, DifferError, LoopError, ModelError, UserError
 from roadtrain.options.names import did_you_mean
 from roadtrain.stages.tensor_families import family_plan
 from roadtrain.stages.tensor_split import TensorSplit
-from roadtrain.stages.tensor_styles import (
-    TensorGroup,
-    TensorStyle,
-    own_style,
-    random_state,
-    set_random_state,
-)
+from roadtrain.stages.tensor_styles import TensorGroup, TensorStyle, own_style
 
 TensorPlan = Mapping[str, ParallelStyle]
 

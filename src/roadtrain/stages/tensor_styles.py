@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
+from roadtrain.device.accelerator import random_state, set_random_state
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.stages.tensor_split import TensorSplit
 
@@ -109,21 +110,6 @@ class TensorGroup:
         if p not in self.cut:
             self.cut.add(p)
             p.data = split.local_value(p.data, self.rank)
-
-
-def random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the device's random generator as a uint8 tensor on the host."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class SplitLayer(nn.Module):

@@ -2,14 +2,16 @@
 byte budget, and in a scratch file beyond the budget.
 
 A kept tensor of n bytes uses this much of the budget:
-    HERE     n bytes: the tensor is in host memory. A CPU tensor is kept by reference. A CUDA tensor
-             is copied to pinned memory, and is itself kept until the copy is complete.
-    LEAVING  n bytes: the tensor is being written to the scratch file
-    AWAY     0 bytes: the tensor is in the file
-    COMING   n bytes: the tensor is being read from the file
+    ON_DEVICE  0 bytes: the tensor is in the memory of a device
+    HERE       n bytes: the tensor is in host memory. A CPU tensor is kept by reference. The copy of
+               a tensor of a device may still be running.
+    LEAVING    n bytes: the tensor is being written to the scratch file
+    AWAY       0 bytes: the tensor is in the file
+    COMING     n bytes: the tensor is being read from the file
 
-The oldest tensors are written first, because backward needs the newest first. Kept tensors must not
-be changed in place: loading a tensor that was changed raises ModelError. Does NOT keep the autograd
+Device memory has a budget of its own. The oldest tensors leave first, from the device to host
+memory and from there to the file, because backward needs the newest first. Kept tensors must not be
+changed in place: loading a tensor that was changed raises ModelError. Does NOT keep the autograd
 graph of a tensor.
 """
 
@@ -30,12 +32,15 @@ import torch
 import xxhash
 
 from roadtrain.chunks import PAGE
+from roadtrain.device.accelerator import accelerator_of
 from roadtrain.errors import BudgetError, DamagedError, FullError, GoneError, ModelError, StoreError
+from roadtrain.streaming.device_inputs import DeviceInput, DeviceInputs
 from roadtrain.units import round_up, show_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SMALL = 64 << 10  # bytes; smaller tensors are not written, because the effort would be too high
-HERE, LEAVING, AWAY, COMING, FREED = "here", "leaving", "away", "coming", "gone"
+ON_DEVICE, HERE, LEAVING, AWAY = "on the device", "here", "leaving", "away"
+COMING, FREED = "coming", "gone"
 
 
 class KeptTensor:
@@ -47,16 +52,18 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
         self.shape, self.stride = tensor.shape, tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.dtype = tensor.dtype
         self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
         self.serial, self.users, self.state, self.at = serial, 1, HERE, -1
         self.sum = 0  # xxh3 of the tensor's bytes in the file
-        self.data: torch.Tensor | None = None  # the values on the CPU; None while AWAY
+        # the values in host memory; None while ON_DEVICE or AWAY
+        self.data: torch.Tensor | None = None
         # the saved tensor, as long as it must not change
         self.source: torch.Tensor | None = None
         self.version, self.was_changed = version_of(tensor), False
-        self.event: Any = None  # torch.cuda.Event of the device-to-host copy
+        # the values on the device; None for a tensor that Activations does not copy to the host
+        self.at_device: DeviceInput | None = None
 
     def let_go(self) -> None:
         """Drop the reference to the saved tensor, which may then be changed in place."""
@@ -83,6 +90,7 @@ class Activations:
         scratch_dir: Directory of the scratch file. If None, a tensor beyond the budget raises
             BudgetError.
         device: The device of the blocks.
+        device_bytes: Device memory for kept tensors in bytes. Not used on the CPU.
 
     Attributes:
         bytes_held: Host memory in use in bytes.
@@ -95,10 +103,13 @@ class Activations:
         budget_bytes: int,
         scratch_dir: str | os.PathLike[str] | None,
         device: torch.device | str,
+        device_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.device = torch.device(device)
+        accelerator = accelerator_of(self.device)
+        self.on_device = None if accelerator is None else DeviceInputs(accelerator, device_bytes)
         self.bytes_held = self.peak_bytes = self.bytes_spilled = 0
         # free() never blocks on the lock, because the garbage collector may call it anywhere
         self._lock = threading.Lock()
@@ -116,8 +127,6 @@ class Activations:
         self._failure: BaseException | None = None
         self._needed = 0  # size of the tensor whose write or read has failed
         self._closed = False
-        # device of a kept tensor -> stream for its copies
-        self._streams: dict[torch.device, Any] = {}
 
     # -- save, load, free
 
@@ -136,15 +145,22 @@ class Activations:
                 return shared[1]
             ticket = KeptTensor(tensor, self._serial)
             self._serial += 1
-            if ticket.movable:
-                self._make_room(ticket.nbytes)
-            self._take(tensor.detach(), ticket)
-            self._live[ticket.serial] = ticket
-            self._shared[id(tensor)] = (weakref.ref(tensor), ticket)
-            self._count(ticket.nbytes)
-            # write early: the next tensor probably has the same size
+            # Tensors leave early: the next tensor probably has the same size.
+            if ticket.movable and self.on_device is not None and tensor.device == self.device:
+                self._make_device_room(self.on_device, ticket.nbytes)
+                ticket.source, ticket.state = tensor.detach(), ON_DEVICE
+                ticket.at_device = self.on_device.keep(ticket.source)
+                self._live[ticket.serial] = ticket
+                self._leave_device(self.on_device, ticket.nbytes, wait=False)
+            else:
+                if ticket.movable:
+                    self._make_room(ticket.nbytes)
+                ticket.data = ticket.source = tensor.detach()
+                self._live[ticket.serial] = ticket
+                self._count(ticket.nbytes)
             if ticket.movable and self.scratch_dir is not None:
                 self._send_away(self.bytes_held + ticket.nbytes - self.budget_bytes)
+            self._shared[id(tensor)] = (weakref.ref(tensor), ticket)
             return ticket
 
     def load(self, ticket: KeptTensor) -> torch.Tensor:
@@ -154,25 +170,20 @@ class Activations:
             self._sweep()
             self._check_failure()
             assert ticket.users > 0, "the ticket was freed"
-            if ticket.state == AWAY:
-                self._ask(ticket, COMING)
-            while ticket.state == COMING:
-                self._wait("reading a block input back")
-            copied = ticket.event
-        if copied is not None:
-            copied.synchronize()  # without the lock, so other threads can save and free meanwhile
-        with self._lock:
-            self._settle(ticket)
+            self._wait_readable(ticket)
             if ticket.is_changed():
                 raise ModelError(
                     f"an input of the block, of shape {tuple(ticket.shape)}, was changed in place"
                     " between forward and backward",
                     hint="change a copy of the input instead (x = x + y instead of x += y)",
                 )
-            data = ticket.data
+            data = ticket.data if ticket.source is None else ticket.source
+            if ticket.source is None and ticket.at_device is not None:
+                assert self.on_device is not None
+                data = self.on_device.take(ticket.at_device)
             assert data is not None
             self._read_ahead(ticket)
-        return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
+            return data
 
     def free(self, ticket: KeptTensor) -> None:
         """Undo one `save` that returned this ticket. May be called by a finalizer."""
@@ -192,14 +203,14 @@ class Activations:
             self._thread.join()
         with self._lock:
             self._sweep()
-            for ticket in self._live.values():
-                ticket.data = ticket.source = None
-                ticket.state = FREED
-            self._live.clear()
+            for ticket in [*self._live.values()]:
+                self._forget(ticket)
             self._shared.clear()
             self.bytes_held = 0
             if self._file is not None:
                 self._file.close()
+        if self.on_device is not None:
+            self.on_device.close()
 
     def check(self) -> None:
         """Assert the invariants of the class."""
@@ -216,7 +227,7 @@ class Activations:
         while self._dead:
             ticket = self._dead.popleft()
             ticket.users -= 1
-            if ticket.users == 0 and ticket.state in (HERE, AWAY):
+            if ticket.users == 0 and ticket.state in (ON_DEVICE, HERE, AWAY):
                 self._forget(ticket)
         for key in [k for k, (ref, t) in self._shared.items() if ref() is None or t.users == 0]:
             del self._shared[key]
@@ -227,7 +238,9 @@ class Activations:
             self.bytes_held -= ticket.nbytes
         if ticket.at >= 0:
             self._holes.setdefault(round_up(ticket.nbytes, PAGE), []).append(ticket.at)
-        ticket.data = ticket.source = ticket.event = None
+        ticket.data = ticket.source = None
+        if ticket.at_device is not None and self.on_device is not None:
+            self.on_device.forget(ticket.at_device)
         ticket.state = FREED
         self._changed.notify_all()
 
@@ -235,35 +248,81 @@ class Activations:
         self.bytes_held += nbytes
         self.peak_bytes = max(self.peak_bytes, self.bytes_held)
 
-    def _take(self, tensor: torch.Tensor, ticket: KeptTensor) -> None:
-        ticket.source = tensor
-        if tensor.device.type != "cuda" or not ticket.movable:
-            ticket.data = tensor
-            return
-        stream = self._stream_of(tensor.device)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            ticket.data = torch.empty_strided(
-                ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=True
-            )
-            ticket.data.copy_(tensor, non_blocking=True)
-            ticket.event = stream.record_event()
-        for other in list(self._live.values()):  # drop device tensors whose copies are complete
-            if other.event is not None and other.event.query():
-                self._settle(other)
+    def _wait_readable(self, ticket: KeptTensor) -> None:
+        """Wait until the tensor itself is there, or its values in host memory. Begins the copy to
+        the device, if there is one."""
+        device, kept = self.on_device, ticket.at_device
+        while ticket.source is None:
+            if ticket.state == AWAY:
+                self._ask(ticket, COMING)
+            if ticket.state == COMING:
+                self._wait("reading a block input back")
+            elif kept is None or device is None or kept.tensor is not None:
+                return
+            elif device.fits(ticket.nbytes):
+                device.copy_in(kept)
+            else:  # the ticket may be written to the file while this thread waits
+                self._make_device_room(device, ticket.nbytes)
 
-    def _stream_of(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+    def _make_device_room(self, device: DeviceInputs, nbytes: int) -> None:
+        """Wait until a tensor of `nbytes` bytes fits in device memory."""
+        while not device.fits(nbytes):
+            event = None
+            if nbytes <= device.budget_bytes:
+                event = self._leave_device(device, nbytes, wait=True)
+            if event is not None:
+                self._lock.release()  # other threads can save and free meanwhile
+                try:
+                    event.synchronize()
+                finally:
+                    self._lock.acquire()
+                continue
+            for ticket in self._live.values():  # copies that have come back are not needed yet
+                if ticket.at_device is not None and ticket.at_device.came_back:
+                    device.drop_tensor(ticket.at_device)
+            if not device.fits(nbytes):
+                over = device.held + nbytes - device.budget_bytes
+                raise BudgetError(
+                    f"a block input needs {show_bytes(nbytes)} of device memory, but device_budget"
+                    f" leaves {show_bytes(device.budget_bytes)} for block inputs",
+                    hint=f"raise device_budget by {show_bytes(over)}, or use a smaller batch",
+                )
 
-    def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the reference to the saved device tensor. Called when the copy to host memory is
-        complete."""
-        if ticket.event is None:
-            return
-        ticket.event = None
-        ticket.let_go()
+    def _leave_device(self, device: DeviceInputs, nbytes: int, *, wait: bool) -> Any:
+        """Copy the oldest tensors to host memory, so that `nbytes` bytes will be free on the
+        device. Returns the event after the first copy that is running, or None. `wait`: whether to
+        wait for room in host memory, instead of copying less."""
+        events, room = [], device.budget_bytes - device.held
+        for ticket in self._live.values():
+            if ticket.at_device is not None and (event := self._leaving(device, ticket)):
+                events.append(event)
+                room += ticket.nbytes
+        room = max(room, device.budget_bytes - device.held)
+        here = [t for t in self._live.values() if t.state == ON_DEVICE]
+        # tensors that are inputs of several blocks are copied last
+        for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):
+            if room >= nbytes:
+                break
+            if wait:
+                self._make_room(ticket.nbytes)
+            elif self.bytes_held + ticket.nbytes > self.budget_bytes:
+                break
+            assert ticket.at_device is not None
+            ticket.data = device.copy_out(ticket.at_device, self.budget_bytes - self.bytes_held)
+            ticket.state = HERE
+            self._count(ticket.nbytes)
+            events.append(self._leaving(device, ticket))
+            room += ticket.nbytes
+        return next((event for event in events if event is not None), None)
+
+    def _leaving(self, device: DeviceInputs, ticket: KeptTensor) -> Any:
+        """Return the event after the running copy of the tensor to host memory, or None if no copy
+        is running. Lets go of a tensor that has been copied."""
+        assert ticket.at_device is not None
+        event = device.leaving(ticket.at_device)
+        if ticket.at_device.tensor is None:
+            ticket.let_go()
+        return event
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until a tensor of `nbytes` fits in the budget, or until no kept tensor can be
@@ -285,6 +344,7 @@ class Activations:
     def _send_away(self, nbytes: int) -> None:
         nbytes -= sum(t.nbytes for t in self._live.values() if t.state == LEAVING)
         here = [t for t in self._live.values() if t.state == HERE and t.movable]
+        here = [t for t in here if t.at_device is None or not t.at_device.came_back]
         # tensors that are inputs of several blocks are written last
         for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):
             if nbytes <= 0:
@@ -293,9 +353,15 @@ class Activations:
             self._ask(ticket, LEAVING)
 
     def _read_ahead(self, ticket: KeptTensor) -> None:
-        earlier = [t for t in self._live.values() if t.serial < ticket.serial and t.state == AWAY]
-        if earlier and self.bytes_held + earlier[-1].nbytes <= self.budget_bytes:
-            self._ask(earlier[-1], COMING)
+        """Start to read and to copy to the device the tensors that backward needs next."""
+        earlier = [t for t in self._live.values() if t.serial < ticket.serial]
+        away = [t for t in earlier if t.state == AWAY]
+        if away and self.bytes_held + away[-1].nbytes <= self.budget_bytes:
+            self._ask(away[-1], COMING)
+        here = [t.at_device for t in earlier if t.state == HERE and t.at_device is not None]
+        device = self.on_device
+        if device and here and here[-1].tensor is None and device.fits(here[-1].form.nbytes):
+            device.copy_in(here[-1])
 
     def _ask(self, ticket: KeptTensor, state: str) -> None:
         """Queue the ticket for writing (LEAVING) or reading (COMING)."""
@@ -360,38 +426,50 @@ class Activations:
             del ticket
 
     def _write(self, ticket: KeptTensor) -> None:
-        data, copied = ticket.data, ticket.event
-        assert data is not None
-        if copied is not None:
-            copied.synchronize()
+        assert ticket.data is not None
+        if ticket.at_device is None:
+            data = ticket.data.contiguous()
+        else:
+            ticket.at_device.wait()
+            data = ticket.at_device.host_bytes()
         if ticket.users > 0 and ticket.at < 0:
             size = round_up(ticket.nbytes, PAGE)
             with self._lock:
                 holes = self._holes.get(size)
                 ticket.at = holes.pop() if holes else self._end
                 self._end = max(self._end, ticket.at + size)
-            ticket.sum = self._move(os.pwrite, data.contiguous(), ticket.at)
+            ticket.sum = self._move(os.pwrite, data, ticket.at)
             self.bytes_spilled += ticket.nbytes
         with self._lock:
-            self._settle(ticket)
+            if ticket.at_device is not None and self.on_device is not None:
+                self._leaving(self.on_device, ticket)
+                self.on_device.drop_host(ticket.at_device)
             ticket.let_go()
             ticket.data = None
             self.bytes_held -= ticket.nbytes
             self._moved(ticket, AWAY)
 
     def _read(self, ticket: KeptTensor) -> None:
-        pinned = ticket.device.type == "cuda"
-        data = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=pinned)
+        kept = ticket.at_device
+        if kept is None:
+            data = torch.empty(ticket.shape, dtype=ticket.dtype)
+        else:
+            with self._lock:
+                assert self.on_device is not None
+                room = self.budget_bytes - self.bytes_held + ticket.nbytes
+                self.on_device.take_host(kept, room)
+            kept.wait()
+            data = kept.host_bytes()
         found = self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
         if found != ticket.sum:
             raise DamagedError(
                 f"{ticket.nbytes} bytes at offset {ticket.at} of the scratch file do not match"
                 " their checksum"
             )
-        if data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
-            data = torch.empty_strided(
-                ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=data.is_pinned()
-            ).copy_(data)
+        if kept is not None:
+            data = kept.host_tensor()
+        elif data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
+            data = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype).copy_(data)
         with self._lock:
             ticket.data = data
             self._moved(ticket, HERE)
@@ -415,15 +493,3 @@ class Activations:
             self._forget(ticket)
         self._sweep()
         self._changed.notify_all()
-
-    def _to_device(self, ticket: KeptTensor, data: torch.Tensor) -> torch.Tensor:
-        stream = self._stream_of(ticket.device)
-        with torch.cuda.stream(stream):
-            out = torch.empty_strided(
-                ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device
-            )
-            out.copy_(data, non_blocking=True)
-        current = torch.cuda.current_stream(ticket.device)
-        current.wait_stream(stream)
-        out.record_stream(current)
-        return out

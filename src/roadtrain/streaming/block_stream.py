@@ -23,7 +23,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -36,9 +35,9 @@ from roadtrain.errors import LoopError, ModelError
 from roadtrain.streaming.activations import Activations, KeptTensor, version_of
 from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import GradBook, PlacedGrad
-from roadtrain.streaming.leaves import check_opaque, distinct, flatten, pristine
+from roadtrain.streaming.leaves import check_device, check_opaque, distinct, flatten, pristine
 from roadtrain.streaming.released import check_unchanged
-from roadtrain.streaming.replay import ForwardState, keeping_nothing
+from roadtrain.streaming.replay import BufferCopy, ForwardState, keeping_nothing
 from roadtrain.streaming.split import ModulePart, Split
 
 
@@ -56,11 +55,11 @@ class BlockSource(GradBook, Protocol):
         """End one use of the block. The caller must have dropped all views of the block's tensor.
         The memory becomes free when the current stream has finished its work."""
 
-    def gradient_buffer(self, block: int) -> torch.Tensor:
-        """Wait for a buffer for the block's gradients: an uninitialized uint8 tensor of shape
-        [push_nbytes] on the compute device."""
+    def lay_out(self, block: int, write: Callable[[torch.Tensor], None]) -> Any:
+        """Wait for a buffer for the block's gradients, an uninitialized uint8 tensor of shape
+        [push_nbytes], and call `write` with it. Returns a handle of the buffer for `push`."""
 
-    def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
+    def push(self, block: int, flat: Any, present: Sequence[int]) -> None:
         """Receive all gradients of one backward of `block`, before `p.grad` is set.
 
         `present` has the indices of the parameters with a gradient. The gradients of all other
@@ -83,7 +82,7 @@ class _Block:
         self.depth = 0  # above 0 while the block is fetched
         self.open: set[int] = set()  # serial numbers of recorded calls that wait for their backward
         self.graph_known = False  # whether `_check_graph` has checked the block
-        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for ForwardState
+        self.buffers: dict[tuple[int, str], BufferCopy] = {}  # latest copies, for ForwardState
 
     def run(self, leaves: list[Any], spec: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -106,12 +105,11 @@ class BlockStream:
         device: torch.device | str,
         on_pass_end: Callable[[], None] | None = None,
         *,
-        activation_bytes: int,
-        scratch: Path | None,
+        activations: Activations,
     ) -> None:
         self.model, self.split, self.table, self.source = model, split, table, source
         self.on_pass_end = on_pass_end
-        self.activations = Activations(activation_bytes, scratch, device)
+        self.activations = activations
         self.device = torch.device(device)
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
@@ -209,6 +207,7 @@ class BlockStream:
         if torch.is_grad_enabled():
             leaves, spec = flatten((args, kwargs))
             inputs, slots = distinct(leaves)
+            check_device(inputs, self.device, f"block {block.name!r}")
             wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.fetched.trainable):
                 fresh = [(i, pristine(leaf, block.name)) for i, leaf in slots]
@@ -306,6 +305,7 @@ class _Call:
                 )
             of_out, spec = flatten(out)
             outputs, form = distinct(of_out)
+            check_device(outputs, self.stream.device, f"block {block.name!r}", "returned")
             for i, leaf in form:
                 if i < 0:
                     check_opaque(leaf, block.name)
@@ -373,9 +373,11 @@ class _Call:
                 raise self._changed()
             found, n_wants = self._differentiate(grads, trained)
             held = {i: g for (i, _), g in zip(trained, found[n_wants:]) if g is not None}
-            flat = stream.source.gradient_buffer(block.index) if held else None
-            if flat is not None:
-                block.fetched.lay_out(flat, held)
+            flat = None
+            if held:
+                write = functools.partial(block.fetched.lay_out, grads=held)
+                flat = stream.source.lay_out(block.index, write)
+                del write
             upstream = list(found[:n_wants])
             present = list(held)
             del found, held

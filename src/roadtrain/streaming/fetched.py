@@ -88,7 +88,8 @@ class FetchedParameters:
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
         """Write gradients, by parameter index, to the flat `buffer` in the layout for a push. Other
-        elements are set to zero."""
+        elements are set to zero. If the gradients are on a device and `buffer` is in pinned host
+        memory, the writes run on the current stream."""
         for run in self.block.runs:
             if not run.trainable:
                 continue
@@ -101,7 +102,8 @@ class FetchedParameters:
                 if grad is None:
                     part.zero_()
                 else:
-                    part.view(grad.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
+                    dense = grad.to_dense() if grad.is_sparse else grad
+                    part.view(grad.shape).copy_(dense, non_blocking=True)
 
 
 def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,18 @@ def pristine(leaf: Any, name: str) -> Any:
             hint="pass use_cache=False",
         )
     return copy.deepcopy(leaf)
+
+
+def check_device(
+    values: Iterable[Any], device: torch.device, of: str, verb: str = "was called with"
+) -> None:
+    """Raise ModelError if a tensor with gradients is not on `device`. `of` computes on `device`."""
+    for x in values:
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.dim() and x.device != device:
+            raise ModelError(
+                f"{of} {verb} a tensor on {x.device}, but computes on {device}",
+                hint=f"modules and hooks must return tensors on {device}",
+            )
 
 
 def check_opaque(leaf: Any, name: str) -> None:

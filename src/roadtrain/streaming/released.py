@@ -30,6 +30,7 @@ from roadtrain.errors import LoopError
 _METADATA = {
     "__hash__",
     "__len__",
+    "_has_compatible_shallow_copy_type",
     "_is_view",
     "_is_zerotensor",
     "_has_symbolic_sizes_strides",
@@ -191,15 +192,16 @@ def has_released_value(p: torch.Tensor) -> bool:
     )
 
 
-def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """Assign `p.data = data`, also for parameters on `meta`, where torch refuses the assignment."""
-    if p.is_meta:
-        new = nn.Parameter(data, requires_grad=p.requires_grad)
+def settle(p: torch.Tensor, data: torch.Tensor) -> None:
+    """Assign `p.data = data`, also between devices where torch refuses the assignment, such as from
+    `meta`."""
+    if torch._has_compatible_shallow_copy_type(p, data):  # type: ignore[attr-defined]
+        p.data = data
+    else:
+        new: torch.Tensor = nn.Parameter(data, requires_grad=p.requires_grad)
         new.__class__ = p.__class__
         new.__dict__.update(p.__dict__)
         torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
-    else:
-        p.data = data
 
 
 def release(params: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -3,7 +3,8 @@ is recorded before the forward, and restored while the block is recomputed in ba
 
 The state consists of the RNG (CPU and the compute device), autocast, the choice of attention
 kernels, training flags and buffers. Does NOT restore Python's or numpy's random numbers, or
-attributes that a module sets on itself.
+attributes that a module sets on itself. On a device, does NOT notice in-place changes of a buffer
+through `buffer.data`, because comparing values would wait for the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+
+from roadtrain.device.accelerator import random_state, set_random_state
+from roadtrain.streaming.activations import version_of
+
+
+class BufferCopy:
+    """A copy of the values of `buffer`."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer, self.version = buffer, _version(buffer)
+        self.values = buffer.detach().clone()
 
 
 class ForwardState:
@@ -28,24 +40,24 @@ class ForwardState:
         self,
         modules: Sequence[nn.Module],
         device: torch.device,
-        last: dict[tuple[int, str], torch.Tensor],
+        last: dict[tuple[int, str], BufferCopy],
     ) -> None:
-        self.modules, self.device = modules, device
+        self.modules = modules
         self.training = [m.training for m in modules]
-        self.cpu_rng = torch.get_rng_state()
-        self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.rng = {at: random_state(at) for at in (torch.device("cpu"), device)}
         kinds = dict.fromkeys(("cpu", device.type))
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
         self.autocast = [(kind, enabled(kind), dtype(kind)) for kind in kinds]
-        self.attention = _cur_sdpa_kernel_backends() if device.type == "cuda" else []
-        self.before: dict[tuple[int, str], torch.Tensor | None] = {}
+        self.attention = _cur_sdpa_kernel_backends()
+        self.before: dict[tuple[int, str], BufferCopy | None] = {}
         for i, module in enumerate(modules):
             for key, buffer in module._buffers.items():
                 self.before[i, key] = None if buffer is None else _copy(buffer, last, (i, key))
         self.changed: set[tuple[int, str]] = set()  # buffers that were changed by the forward
 
     def forward_ended(self) -> None:
-        self.changed = {at for at, copy in self.before.items() if not _same(self._now(at), copy)}
+        copies = self.before.items()
+        self.changed = {at for at, copy in copies if not _is_unchanged(self._now(at), copy)}
 
     def _now(self, at: tuple[int, str]) -> torch.Tensor | None:
         return self.modules[at[0]]._buffers.get(at[1])
@@ -55,11 +67,9 @@ class ForwardState:
         """Restore the state from before the forward, except autocast, while the context is
         active."""
         with ExitStack() as stack:
-            devices = [] if self.cuda_rng is None else [self.device]
-            stack.enter_context(torch.random.fork_rng(devices))
-            torch.set_rng_state(self.cpu_rng)
-            if self.cuda_rng is not None:
-                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            for device, state in self.rng.items():
+                stack.callback(set_random_state, random_state(device), device)
+                set_random_state(state, device)
             for module, then in zip(self.modules, self.training):
                 if module.training != then:
                     stack.callback(setattr, module, "training", module.training)
@@ -84,10 +94,10 @@ class ForwardState:
     def _replay_buffers(self, stack: ExitStack) -> None:
         for at, copy in self.before.items():
             now = self._now(at)
-            if at in self.changed or not _same(now, copy):
+            if at in self.changed or not _is_unchanged(now, copy):
                 buffers = self.modules[at[0]]._buffers
                 stack.callback(buffers.__setitem__, at[1], now)
-                buffers[at[1]] = None if copy is None else copy.clone()
+                buffers[at[1]] = None if copy is None else copy.values.clone()
 
 
 @contextmanager
@@ -108,15 +118,23 @@ def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _copy(
-    buffer: torch.Tensor, last: dict[tuple[int, str], torch.Tensor], at: tuple[int, str]
-) -> torch.Tensor:
+    buffer: torch.Tensor, last: dict[tuple[int, str], BufferCopy], at: tuple[int, str]
+) -> BufferCopy:
     saved = last.get(at)
-    if saved is None or not _same(buffer, saved):
-        saved = last[at] = buffer.detach().clone()
+    if saved is None or not _is_unchanged(buffer, saved):
+        saved = last[at] = BufferCopy(buffer)
     return saved
 
 
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+def _is_unchanged(now: torch.Tensor | None, before: BufferCopy | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    if now.device.type != "cpu":
+        return now is before.buffer and _version(now) == before.version
+    values = before.values
+    return now.dtype == values.dtype and now.device == values.device and torch.equal(now, values)
+
+
+def _version(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return two numbers, one of which changes if the values of `buffer` change."""
+    return buffer.data_ptr(), version_of(buffer)

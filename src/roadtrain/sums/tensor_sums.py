@@ -3,21 +3,20 @@ result is a tensor on the same device. Does NOT divide the sums by the number of
 
 from __future__ import annotations
 
-import queue
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from roadtrain.chunks import TRAINABLE
+from roadtrain.device.accelerator import Accelerator, AfterCopies, HostBuffer, accelerator_of
 from roadtrain.errors import ConfigError
 from roadtrain.streaming.split import NAMES
-from roadtrain.sums.agreement import Agreement, OperationTicket
+from roadtrain.sums.agreement import OperationTicket
 from roadtrain.sums.host_sums import HostSums
 
 
@@ -27,20 +26,56 @@ class TensorSum:
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket
-    agreement: Agreement
+    sums: TensorSums
 
     def wait(self) -> torch.Tensor:
         """Wait for the sum. In contrast to `future.wait`, this method detects that workers wait for
-        each other in a cycle.
+        each other in a cycle, and keeps the types of errors.
 
         Returns:
             The sum, with the dtype, shape and device of the tensor.
 
         Raises:
             DifferError: The workers do not sum the same tensors.
+            PeerError: A worker has ended, or the sum was not complete within the deadline.
         """
-        with self.agreement.waiting(self.ticket):
-            return self.future.wait()
+        with self.sums.waiting(self.ticket):
+            try:
+                return self.future.wait()
+            except RuntimeError as error:  # torch's future keeps an error's text, not its type
+                cause = self.ticket.error or self.sums.error
+                if cause is None:
+                    raise
+                raise cause from error
+
+
+class _Staged:
+    """The host buffers of a tensor of a device and of its sum, which are closed with their last
+    user."""
+
+    def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
+        self.pushed, self.summed = (HostBuffer(nbytes, accelerator) for _ in range(2))
+        for buffer in (self.pushed, self.summed):
+            weakref.finalize(self, buffer.close)
+
+
+def _end(end: Callable[[], None], after: Sequence[AfterCopies]) -> None:
+    end()
+    for thread in after:
+        thread.close()
+
+
+def _lost(
+    fail: Callable[[BaseException], None],
+    copying: set[torch.futures.Future[torch.Tensor]],
+    error: BaseException,
+) -> None:
+    """End the summation, and all futures that wait for copies, because of an error of a device."""
+    fail(error)
+    for future in list(copying):
+        if not future.done():
+            # `_checked` raises the error of the summation
+            future.set_exception(error)  # type: ignore[arg-type]
 
 
 def described(tensor: torch.Tensor) -> str:
@@ -58,15 +93,16 @@ class TensorSums:
     """
 
     def __init__(self, sums: HostSums, format: str) -> None:
-        self.format, self._end = format, sums.ends.close
+        self.format = format
         self._sums, self._above, self._agreement = sums.near, sums.above, sums.agreement
+        self.waiting = sums.agreement.waiting
         self._results: dict[int, torch.Tensor] = {}  # by key; cleared when a new epoch begins
-        # pinned copies of tensors on a device, by key; cleared when a new epoch begins
-        self._host: dict[int, torch.Tensor] = {}
         self._epoch = 0  # the agreement's epoch to which the buffers belong
-        self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._copier: threading.Thread | None = None
-        weakref.finalize(self, self._end)
+        self._staged: dict[int, _Staged] = {}  # by key, for tensors of a device
+        self._copying: set[torch.futures.Future[torch.Tensor]] = set()  # for tensors of a device
+        # the threads that wait for copies from the device, and for copies to the device
+        self._after: list[AfterCopies] = []
+        self._end = weakref.finalize(self, _end, sums.ends.close, self._after)
 
     def sum(
         self,
@@ -109,47 +145,63 @@ class TensorSums:
         if self._epoch != ticket.epoch:
             self._epoch = ticket.epoch
             self._results.clear()
-            self._host.clear()
+            self._staged.clear()
         key = key_of(f"{number} {signature} {ticket.epoch}")
+        on_device = tensor.device.type != "cpu"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[tensor.device] if tensor.is_cuda else None
+            devices=[tensor.device] if on_device else None
         )
-        flat = tensor.detach().reshape(-1)
         how = priority, (format or self.format) if dtype == "fp32" else ""
-        result = self._buffer(self._results, key, flat, pinned=tensor.is_cuda)
-        begin = partial(self._begin, ticket, key, dtype, how, result)
-        if tensor.is_cuda:
-            self._copy(tensor, flat, key, future, result, begin)
+        begin = partial(self._begin, ticket, key, dtype, how)
+        if ticket.error is not None:
+            future.set_result(tensor)  # `_checked` raises the error
+        elif (accelerator := accelerator_of(tensor.device)) is not None:
+            self._copy(accelerator, tensor.detach(), key, future, begin)
         else:
-            begin(flat, lambda: future.set_result(result.view_as(tensor)))
-        return TensorSum(future.then(partial(self._checked, ticket)), ticket, self._agreement)
+            flat = tensor.detach().reshape(-1)
+            if key not in self._results:
+                self._results[key] = torch.empty_like(flat)
+            result = self._results[key]
+            pushed, summed = (t.view(torch.uint8).numpy().data for t in (flat, result))
+            begin(pushed, summed, lambda: future.set_result(result.view_as(tensor)))
+        return TensorSum(future.then(partial(self._checked, ticket)), ticket, self)
 
     def _copy(
         self,
+        accelerator: Accelerator,
         tensor: torch.Tensor,
-        flat: torch.Tensor,
         key: int,
         future: torch.futures.Future[torch.Tensor],
-        result: torch.Tensor,
-        begin: Callable[[torch.Tensor, Callable[[], None]], None],
+        begin: Callable[[memoryview, memoryview, Callable[[], None]], None],
     ) -> None:
-        host = self._buffer(self._host, key, flat, pinned=True)
-        host.copy_(flat, non_blocking=True)
-        event = torch.cuda.Event()
-        # on the stream that `copy_` uses: the tensor's device may not be the current device
-        event.record(torch.cuda.current_stream(tensor.device))
-        stream = torch.cuda.Stream(tensor.device)
+        """Copy `tensor` to the host, begin the sum, and complete `future` once the sum is on the
+        device. The copies run beside the work of the device."""
+        lost = partial(_lost, self._sums.fail, self._copying)
+        if not self._after:
+            names = "summation from the device", "summation to the device"
+            self._after += [AfterCopies(name, accelerator, lost) for name in names]
+        flat, (outgoing, incoming) = tensor.reshape(-1), self._after
+        if key not in self._staged:
+            self._staged[key] = _Staged(flat.nbytes, accelerator)
+        staged = self._staged[key]
+        pushed, summed = (b.view[: flat.nbytes] for b in (staged.pushed, staged.summed))
+        # Allocated now, so that the memory belongs to the caller's stream. Earlier uses of the
+        # memory have ended when the copy from the device has.
+        out = torch.empty_like(flat)
+
+        def arrived() -> None:
+            with accelerator.on(accelerator.into):  # the future waits for the current stream
+                future.set_result(out.view_as(tensor))
+            self._copying.discard(future)
 
         def back() -> None:
-            with torch.cuda.stream(stream):
-                out = torch.empty_like(tensor)
-                out.view(-1).copy_(result, non_blocking=True)
-                future.set_result(out)
+            try:
+                incoming.put(staged.summed.copy_to_tensor(out), arrived)
+            except Exception as error:
+                lost(error)
 
-        if self._copier is None:
-            self._copier = threading.Thread(target=self._copy_all, name="summation", daemon=True)
-            self._copier.start()
-        self._copied.put((event, partial(begin, host, back), back))
+        self._copying.add(future)
+        outgoing.put(staged.pushed.copy_from_tensor(flat), partial(begin, pushed, summed, back))
 
     def agree(self, identity: str, signature: str) -> None:
         """Wait until all workers have called `agree` with the same arguments.
@@ -181,33 +233,27 @@ class TensorSums:
             raise self._sums.error
         return future.value()
 
-    def _copy_all(self) -> None:
-        while (item := self._copied.get()) is not None:
-            event, begin, back = item
-            try:
-                event.synchronize()
-                begin()
-            except BaseException as error:
-                self._sums.fail(error)
-                back()  # `_checked` raises the error
-
     def _begin(
         self,
         ticket: OperationTicket,
         key: int,
         dtype: str,
         how: tuple[int, str],
-        result: torch.Tensor,
-        grad: torch.Tensor,
+        pushed: memoryview,
+        summed: memoryview,
         done: Callable[[], None],
     ) -> None:
-        """Begin the sum, with the priority and wire format `how`, once all workers have begun the
-        same operation."""
-        pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
+        """Begin the sum of `pushed`, with the priority and wire format `how`, once all workers have
+        begun the same operation. Then call `done`."""
+        calls = iter((done,))  # called once, and then freed: WorkerSums keeps `complete`
+
+        def finish() -> None:
+            for call in calls:
+                call()
 
         def complete() -> None:
             self._agreement.done(ticket)
-            done()
+            finish()
 
         def ready() -> None:
             priority, format = how
@@ -216,16 +262,7 @@ class TensorSums:
                 format = ""
             self._sums.sum(key, pushed, summed, dtype, complete, priority=priority, format=format)
 
-        self._agreement.run(ticket, ready, lambda error: done())  # `_checked` raises the error
-
-    @staticmethod
-    def _buffer(
-        kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool
-    ) -> torch.Tensor:
-        """Return the buffer of `key` in `kept`, which is allocated if it does not fit `like`."""
-        if key not in kept or kept[key].numel() != like.numel() or kept[key].dtype != like.dtype:
-            kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
-        return kept[key]
+        self._agreement.run(ticket, ready, lambda error: finish())  # `_checked` raises the error
 
     @property
     def error(self) -> BaseException | None:
@@ -235,8 +272,8 @@ class TensorSums:
     def close(self) -> None:
         """End the summation, after a few seconds for other workers that still need this worker's
         reducer."""
-        self._copied.put(None)
         self._end()
+        self._staged.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -17,13 +17,13 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from roadtrain.chunks import PAGE, Chunk
+from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.kernels.cast import cast_in_place
@@ -31,6 +31,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers.intermediary import IntermediarySession
 from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.blocks import chunks_in
 from roadtrain.servers.server_session import ServerSession, StoreHost
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch import fixed_point, switch_frames, trial
@@ -83,18 +84,23 @@ class FanInConnection(ParameterConnection):
     def take(self, kind: int, fields: Any, payload: memoryview) -> None:
         match kind:
             case switch_frames.ANNOUNCE:
-                chunk = self.session.chunk(fields.chunk)
-                if not chunk.trainable:
-                    raise WireError(
-                        f"{self.link.peer} announced a gradient of the frozen chunk {chunk.id}"
-                    )
-                self.session.post(Announce(chunk.id, fields.fresh, self.rank))
+                self._announced(fields)
             case switch_frames.TRIAL_RESULT:
                 self.session.trial_answered(self.rank, fields.trial)
             case m.PUSH:
                 raise self._pushed()
             case _:
                 super().take(kind, fields, payload)
+
+    def _announced(self, fields: switch_frames.AnnounceHeader) -> None:
+        for chunk in chunks_in(*self.named(fields)):
+            if not chunk.trainable:
+                raise WireError(
+                    f"{self.link.peer} announced a gradient of the frozen chunk {chunk.id}"
+                )
+            self.session.post(Announce(chunk.id, fields.fresh, self.rank))
+            if fields.updated:
+                self.update_after(chunk)
 
     def _pushed(self) -> WireError:
         return WireError(f"{self.link.peer} pushed a gradient over TCP instead of announcing it")
@@ -232,6 +238,15 @@ class FanInEnd(IntermediarySession):
             self.end(error)
         else:
             self.post(messages.PeerLost(rank, str(error)))
+
+    @property
+    def table(self) -> ChunkTable:
+        assert self.server.meta is not None
+        return self.server.meta.table
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self.server.blocks
 
     def chunk(self, number: int) -> Chunk:
         return self.server.chunk(number)

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from roadtrain.chunks import PAGE
+from roadtrain.chunks import PAGE, Chunk
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
@@ -39,7 +39,7 @@ from roadtrain.switch.participant import ROUNDS, Gradient, Granted, Numbers, Pen
 from roadtrain.switch.protocol.numbered import NumberedReceiver
 from roadtrain.transport.address import address_of, own_address
 from roadtrain.transport.link import Receiver
-from roadtrain.transport.stream import FrameStream
+from roadtrain.transport.stream import FrameStream, SentOnce
 from roadtrain.transport.tcp import Address
 from roadtrain.units import round_up
 
@@ -85,6 +85,8 @@ class FanInLink:
         self._lock = threading.Lock()
         self._pulls = Pulls()
         self._granted = Granted(participant.chunks, self._plan.width)
+        # block -> number of its first chunk
+        self._firsts = {chunk.block: chunk.id for chunk in reversed(participant.chunks)}
         self._received = NumberedReceiver(self._plan.window)
         self._clock = streams.BeatClock(self._plan.window)
         self._tickets: deque[bytes] = deque()  # headers of PULLED frames being received over TCP
@@ -116,45 +118,59 @@ class FanInLink:
         self,
         kind: int,
         header: bytes,
-        parts: Sequence[memoryview] = (),
+        parts: Iterable[memoryview] = (),
         sent: Callable[[], None] | None = None,
         *,
         urgent: bool = False,
+        each: bool = False,
     ) -> None:
         if kind == m.PUSH:
-            self._announce(m.header(kind, header), parts, sent)
+            self._announce(m.header(kind, header), [*parts], sent)
             return
         if kind == m.PULL:
             self._ask(m.header(kind, header))
         self._tcp.send(kind, header, parts, sent, urgent=urgent)
 
     def _ask(self, pull: m.PullHeader) -> None:
-        nbytes = round_up(self._own.chunks[pull.chunk].weights_nbytes, PAGE)
-        header = m.encode((pull.ticket, pull.chunk))
-        into = np.frombuffer(self._owner.room(m.PULLED, header, nbytes), np.uint8)
-        with self._lock:
-            self._pulls.ask(pull, into)
+        for chunk in self._chunks_of(pull):
+            nbytes = round_up(chunk.weights_nbytes, PAGE)
+            header = m.encode((pull.ticket, chunk.id))
+            into = np.frombuffer(self._owner.room(m.PULLED, header, nbytes), np.uint8)
+            with self._lock:
+                self._pulls.ask(pull.ticket, (chunk.id, pull.version), into)
+
+    def _chunks_of(self, fields: m.PullHeader | m.PushHeader) -> list[Chunk]:
+        first, bits = self._firsts[fields.block], int.from_bytes(fields.chunks, "little")
+        return [self._own.chunks[first + i] for i in range(bits.bit_length()) if bits >> i & 1]
 
     def _announce(
         self, push: m.PushHeader, parts: Sequence[memoryview], sent: Callable[[], None] | None
     ) -> None:
-        if not push.dense or len(parts) != 1:
+        chunks = self._chunks_of(push)
+        if not push.dense or len(parts) != len(chunks):
             raise WireError(
-                f"{self.peer}: a compressed gradient of chunk {push.chunk} cannot be summed in the"
+                f"{self.peer}: a compressed gradient of block {push.block} cannot be summed in the"
                 " network",
                 hint="remove the compression or fan_in",
             )
-        chunk = self._own.chunks[push.chunk]
-        dtype = push.dtype or ("fp32" if self._own.adds else chunk.dtype)
-        kind = np.float32 if dtype == "fp32" else np.uint16
-        values = np.frombuffer(parts[0], kind, chunk.numel)
-        gradient = Gradient(values, dtype, sent or (lambda: None))
+        once = SentOnce(sent or (lambda: None))
+        gradients: list[tuple[int, Gradient]] = []
+        for chunk, part in zip(chunks, parts):
+            dtype = m.cast_dtype(push, chunk) or ("fp32" if self._own.adds else chunk.dtype)
+            kind = np.float32 if dtype == "fp32" else np.uint16
+            values = np.frombuffer(part, kind, chunk.numel)
+            gradients.append((chunk.id, Gradient(values, dtype, once)))
+        for _ in gradients[1:]:
+            once.add()
+        header = m.encode((push.block, push.chunks, push.fresh, push.updated))
         with self._lock:  # so that a grant finds the gradient, and announcements keep this order
-            self._granted.announce(push.chunk, gradient)
+            for number, gradient in gradients:
+                self._granted.announce(number, gradient)
             try:
-                self._tcp.send(switch_frames.ANNOUNCE, m.encode((push.chunk, push.fresh)))
+                self._tcp.send(switch_frames.ANNOUNCE, header)
             except PeerError:
-                self._granted.take_back(push.chunk)
+                for number, _ in gradients:
+                    self._granted.take_back(number)
                 raise
 
     def close(self) -> None:

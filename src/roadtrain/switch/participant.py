@@ -233,15 +233,15 @@ class Pulls:
     def __init__(self) -> None:
         self._waiting: dict[Key, list[PendingPull]] = {}  # no broadcast has begun; oldest first
         self._begun: dict[tuple[Key, int], PendingPull] = {}  # by the first number of its broadcast
-        self._keys: dict[int, Key] = {}  # by ticket
+        self._keys: dict[tuple[int, int], Key] = {}  # by ticket and chunk
 
-    def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
-        """Add a pull. `into` is the memory for the answer, uint8."""
-        key = (pull.chunk, pull.version % VERSIONS)
+    def ask(self, ticket: int, key: Key, into: np.ndarray) -> None:
+        """Add a pull of a chunk. `into` is the memory for the answer, uint8."""
+        key = (key[0], key[1] % VERSIONS)
         count = -(-into.size // PAYLOAD_NBYTES)
-        pending = PendingPull(pull.ticket, key, into, np.zeros(count, bool), count)
+        pending = PendingPull(ticket, key, into, np.zeros(count, bool), count)
         self._waiting.setdefault(key, []).append(pending)
-        self._keys[pull.ticket] = key
+        self._keys[ticket, key[0]] = key
 
     def broadcast(self, key: Key, base: int) -> PendingPull:
         """Return the pull that a broadcast of `key` fills. Raises WireError if there is no such
@@ -267,9 +267,8 @@ class Pulls:
         """Remove and return the pull that an answer over TCP fills. Raises WireError if there is
         none.
         """
-        key = self._keys.get(ticket, (-1, 0))
-        waiting = self._waiting.get(key)
-        if key[0] != chunk or not waiting:
+        waiting = self._waiting.get(key := self._keys.get((ticket, chunk), (-1, 0)))
+        if not waiting:
             raise WireError(f"chunk {chunk} came over TCP for ticket {ticket}, but no pull waits")
         pull = waiting.pop()
         self._answered(key)

@@ -28,12 +28,14 @@ SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """Header of the Announce frame: a worker announces its next gradient of a chunk, which is to be
-    summed.
+    """Header of the Announce frame: a worker announces its next gradients of chunks (see
+    servers/frames.py), which are to be summed.
     """
 
-    chunk: int
+    block: int
+    chunks: bytes
     fresh: bool  # whether this is the step's first gradient, which replaces the server's sum
+    updated: bool  # whether the update that was sent before follows each gradient
 
 
 class TrialResultHeader(NamedTuple):

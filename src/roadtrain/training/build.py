@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from roadtrain.config.job import Job
-from roadtrain.device.copies import own_device
+from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import did_you_mean
@@ -36,8 +36,7 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
         f" {len(tokens.held_out):,} held out"
     )
     job = fitted(job, tokens)
-    device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
-    return job, tokens, device
+    return job, tokens, own_device(job.run.device or None, report)
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:

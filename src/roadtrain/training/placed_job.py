@@ -258,16 +258,17 @@ def step(
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
-    total = 0.0
+    losses: list[torch.Tensor] = []
     for micro in range(job.optimizer.accumulate):
         # index of the batch in the step: the batches are distributed over workers in a fixed order
         turn = micro * group.workers + group.rank
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with training.stages.timed("Forward"):
             loss = loss_of(training.model, x_BT, y_BT, training.device) / job.optimizer.accumulate
-            total += loss.item()
+            losses.append(loss.detach())
         with training.stages.timed("Backward"):
             scaler.scale(loss).backward()  # gradients of a block leave once the block is done
+    total = sum(loss.item() for loss in losses)  # waits for a device, so not in the loop
     if before is not None:
         before(total)
     training.clip()

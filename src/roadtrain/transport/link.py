@@ -23,7 +23,7 @@ lost link is not opened again: the loss is reported as an error that names the p
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -84,10 +84,11 @@ class Link(Protocol):
         self,
         kind: int,
         header: bytes,
-        parts: Sequence[memoryview] = (),
+        parts: Iterable[memoryview] = (),
         sent: Callable[[], None] | None = None,
         *,
         urgent: bool = False,
+        each: bool = False,
     ) -> None:
         """Queue a frame, without waiting.
 
@@ -100,6 +101,10 @@ class Link(Protocol):
                 taken all bytes of the frame or the link has ended. If `send` raises, `sent` is not
                 called.
             urgent: If True, the frame overtakes all queued frames that are not urgent.
+            each: If True, each of `parts` is sent as the payload of a frame of its own, with the
+                same header. These frames have no other frames between them, except urgent ones, and
+                `sent` is called once for all of them. A part is taken from `parts` only when the
+                frame before it leaves the queue.
 
         Raises:
             LostError: The link is lost or closed.

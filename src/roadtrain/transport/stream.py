@@ -23,7 +23,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from roadtrain.errors import LostError, PeerError, WireError
@@ -81,7 +81,27 @@ class _Frame(NamedTuple):
     parts: Sequence[memoryview]
     nbytes: int
     sent: Sent | None
+    rest: Iterator[memoryview] = iter(())  # payloads of frames that follow, with the same header
     sequence: int = 0  # set when the frame leaves the queue
+
+
+class SentOnce:
+    """Calls `sent` when all parts of a message have left. A new message has one part."""
+
+    def __init__(self, sent: Sent) -> None:
+        self._sent, self._left, self._lock = sent, 1, threading.Lock()
+
+    def add(self) -> None:
+        """Count another part. Allowed while some part has not left."""
+        with self._lock:
+            self._left += 1
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._sent()
 
 
 class _Reader:
@@ -203,11 +223,15 @@ class FrameStream:
         self,
         kind: int,
         header: bytes,
-        parts: Sequence[memoryview] = (),
+        parts: Iterable[memoryview] = (),
         sent: Sent | None = None,
         *,
         urgent: bool = False,
+        each: bool = False,
     ) -> None:
+        rest: Iterator[memoryview] = iter(parts) if each else iter(())
+        if each:
+            parts, sent = [next(rest)], SentOnce(sent or (lambda: None))
         views = [flat(part) for part in parts if part.nbytes]
         nbytes = sum(map(len, views))
         check_sizes(self.peer, kind, header, nbytes, self._limit)
@@ -217,7 +241,7 @@ class FrameStream:
             if self._closing:
                 raise LostError(f"{self.peer}: this link is closed")
             queue = self._urgent if urgent else self._queue
-            queue.append(_Frame(kind, header, views, nbytes, sent))
+            queue.append(_Frame(kind, header, views, nbytes, sent, rest))
             if self._idle:
                 self._to_send.notify()
 
@@ -306,7 +330,9 @@ class FrameStream:
                 self._release(batch)
         if self._error is None:
             try:
-                self._put(channel, [self._lead(_Frame(0, b"", (), 0, None, self._next), LAST)])
+                self._put(
+                    channel, [self._lead(_Frame(0, b"", (), 0, None, sequence=self._next), LAST)]
+                )
             except OSError as error:
                 self.fail(self._lost(error, "sending the goodbye"))
 
@@ -324,9 +350,16 @@ class FrameStream:
             while (queue := self._urgent or self._queue) and len(batch) < BATCH_FRAMES:
                 if batch and queue[0].nbytes > room:
                     break
-                batch.append(queue.popleft()._replace(sequence=self._next))
-                room -= batch[-1].nbytes
+                frame = queue.popleft()._replace(sequence=self._next)
+                batch.append(frame)
+                room -= frame.nbytes
                 self._next += 1
+                if (part := next(frame.rest, None)) is not None:
+                    assert isinstance(frame.sent, SentOnce)
+                    frame.sent.add()
+                    queue.appendleft(frame._replace(parts=[flat(part)], nbytes=part.nbytes))
+                    if self._idle:
+                        self._to_send.notify()
             return batch
 
     def _lead(self, frame: _Frame, flags: int = 0) -> bytes:

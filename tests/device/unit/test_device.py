@@ -3,31 +3,41 @@ whose cuda only records calls."""
 
 import ctypes
 import faulthandler
+import itertools
 import mmap
 import os
 import signal
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from roadtrain.device import copies as module
+from roadtrain.device import accelerator as module
+from roadtrain.device import choice
+from roadtrain.device.accelerator import (
+    Accelerator,
+    DeviceBuffer,
+    HostBuffer,
+    random_state,
+    set_random_state,
+)
 from roadtrain.device.buffers import Buffer
-from roadtrain.device.copies import HostBuffer, idle_accelerator, own_device
+from roadtrain.device.choice import idle_accelerator, own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels import gpu
 from roadtrain.kernels.rules import SgdRule
-from roadtrain.streaming import activations
 
 CUDA_1 = torch.device("cuda", 1)
 
 
 class Event:
-    def __init__(self):
-        self.stream, self.done, self.waited = None, False, 0
+    def __init__(self, device=None, *, blocking=False):
+        self.stream, self.done, self.waited, self.blocking = None, True, 0, blocking
 
     def record(self, stream):
-        self.stream = stream
+        self.stream, self.done = stream, False
 
     def query(self):
         return self.done
@@ -38,8 +48,19 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device):
-        self.device, self.waits = device, []
+    """A stream of a fake device. Like torch.Stream, made for a device or as a copy of another
+    stream. cuda: The fake that made it."""
+
+    def __init__(self, cuda, device=None, *, stream_id=None, device_index=None, device_type=None):
+        self.cuda, self.waits, self.device_type = cuda, [], "cuda"
+        self.device_index = device_index if device is None else device.index
+        self.stream_id = next(cuda.ids) if stream_id is None else stream_id
+        self.device = torch.device("cuda", self.device_index)
+
+    def __eq__(self, other):
+        return self.stream_id == other.stream_id
+
+    __hash__ = None
 
     def wait_event(self, event):
         self.waits.append(event.stream)
@@ -52,23 +73,49 @@ class Stream:
         event.record(self)
         return event
 
+    def __enter__(self):
+        self.before, self.cuda.compute[self.device_index] = (
+            self.cuda.compute[self.device_index],
+            self,
+        )
+        self.cuda.entered.append(self)
+
+    def __exit__(self, *_):
+        self.cuda.compute[self.device_index] = self.before
+
 
 class Cuda:
-    """Fake torch.cuda with `count` devices; the current device is 0 until it is set. used: Current
-    device at each copy, registration and launch."""
+    """Fake torch.cuda and torch.accelerator with `count` devices; the current device is 0 until it
+    is set.
+
+    used: Current device at each registration of host memory. refused: Whether the system refuses
+    to pin memory. entered: Streams that were current for a while.
+    """
 
     Event = Event
 
-    def __init__(self, count):
-        self.count, self.current, self.used, self.registered = count, 0, [], {}
-        self.compute = [Stream(torch.device("cuda", i)) for i in range(count)]
-        self.entered = []
+    def __init__(self, count, kind):
+        self.count, self.kind, self.current, self.ids = count, kind, 0, itertools.count()
+        self.used, self.registered, self.refused, self.entered = [], {}, False, []
+        self.compute = [Stream(self, torch.device("cuda", i)) for i in range(count)]
 
     def is_available(self):
         return self.count > 0
 
+    def device_count(self):
+        return self.count
+
+    def current_accelerator(self):
+        return torch.device(self.kind)
+
+    def current_device_index(self):
+        return self.current
+
+    def set_device_index(self, index):
+        self.current = index
+
     def Stream(self, device):
-        return Stream(device)
+        return Stream(self, device)
 
     def current_stream(self, device=None):
         return self.compute[self.current if device is None else device.index]
@@ -78,42 +125,32 @@ class Cuda:
 
     def cudaHostRegister(self, at, nbytes, flags):
         self.used.append(self.current)
+        if self.refused:
+            return 2
         self.registered[at] = nbytes
         return 0
 
     def cudaHostUnregister(self, at):
         del self.registered[at]
 
+    @contextmanager
     def device(self, device):
-        return self._Inside(self, device)
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
 
     def stream(self, stream):
-        return self._Inside(self, stream.device, stream)
-
-    class _Inside:
-        def __init__(self, cuda, device, stream=None):
-            self.cuda, self.device, self.now = cuda, device, stream
-
-        def __enter__(self):
-            self.before = self.cuda.current, list(self.cuda.compute)
-            self.cuda.current = self.device.index
-            if self.now is not None:
-                self.cuda.compute[self.device.index] = self.now
-                self.cuda.entered.append(self.now)
-
-        def __exit__(self, *_):
-            self.cuda.current, self.cuda.compute = self.before
+        return stream
 
 
 class Torch:
-    """torch with the fake cuda; tensors on its devices are host tensors."""
+    """torch with a fake accelerator; tensors on its devices are host tensors."""
 
-    def __init__(self, count):
-        self.cuda = self.accelerator = Cuda(count)
-        self.cuda.device_count = lambda: count
-        self.cuda.current_device_index = lambda: self.cuda.current
-        self.cuda.current_accelerator = lambda: torch.device("cuda")
-        self.cuda.set_device_index = lambda index: setattr(self.cuda, "current", index)
+    Event = Event
+
+    def __init__(self, count, kind="cuda"):
+        self.cuda = self.accelerator = Cuda(count, kind)
+        self.Stream = partial(Stream, self.cuda)
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -121,16 +158,12 @@ class Torch:
     def empty(self, *args, device=None, pin_memory=False, **options):
         return torch.empty(*args, **options)
 
-    def empty_strided(self, *args, device=None, pin_memory=False, **options):
-        return torch.empty_strided(*args, **options)
-
 
 @pytest.fixture
 def cuda(monkeypatch):
     fake = Torch(2)
-    monkeypatch.setattr(module, "torch", fake)
-    monkeypatch.setattr(activations, "torch", fake)
-    monkeypatch.setattr(HostBuffer, "_copy_streams", {})
+    for each in (module, choice):
+        monkeypatch.setattr(each, "torch", fake)
     return fake.cuda
 
 
@@ -172,6 +205,7 @@ def test_a_device_that_the_program_set_is_kept(cuda):
         ("cuda", launch_environment("x"), r"LOCAL_RANK is not an integer"),
         ("cuda:5", launch_environment(0), r"cuda:5 is requested, but torch sees 2"),
         ("xpu", launch_environment(0), r"xpu is not supported, only cuda and cpu are"),
+        ("cpux", launch_environment(0), r"`device` cannot be 'cpux'"),
     ],
 )
 def test_a_missing_device_is_refused(cuda, requested, environ, message):
@@ -184,8 +218,26 @@ def test_a_cuda_device_without_cuda_is_refused():
         own_device("cuda", environ=launch_environment(0))
 
 
+def test_any_accelerator_of_torch_is_chosen_like_cuda(monkeypatch):
+    monkeypatch.setattr(choice, "torch", fake := Torch(2, "xpu"))
+    lines = []
+    assert own_device("xpu", environ=launch_environment(1, 2)) == torch.device("xpu", 1)
+    fake.accelerator.current = 0
+    assert own_device(None, environ=launch_environment(1, 2)) == torch.device("xpu", 1)
+    own_device("xpu:0", lines.append, launch_environment(1, 2))
+    assert "computes on xpu:0" in lines[0] and "device='xpu' gives each worker its own" in lines[0]
+    assert "device='xpu') or model.to('xpu')" in idle_accelerator(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="xpu:5 is requested, but torch sees 2 xpu") as raised:
+        own_device("xpu:5", environ=launch_environment(0))
+    assert raised.value.hint == "use device='cpu'"  # CUDA_VISIBLE_DEVICES does not matter
+    with pytest.raises(ConfigError, match="cuda is not supported, only xpu and cpu are"):
+        own_device("cuda", environ=launch_environment(0))
+    monkeypatch.setattr(choice, "torch", Torch(0, "xpu"))
+    assert own_device() == torch.device("cpu")
+
+
 def test_workers_that_each_see_one_device_are_reported(monkeypatch):
-    monkeypatch.setattr(module, "torch", Torch(1))
+    monkeypatch.setattr(choice, "torch", Torch(1))
     lines = []
     assert own_device("cuda", lines.append, launch_environment(3, 4)) == torch.device("cuda", 0)
     assert lines == ["this host has 4 workers and this one sees 1 cuda device, which it uses"]
@@ -194,73 +246,77 @@ def test_workers_that_each_see_one_device_are_reported(monkeypatch):
 def test_a_model_on_the_cpu_beside_an_accelerator_is_reported(cuda, monkeypatch):
     assert "this host has 2 cuda device(s)" in idle_accelerator(torch.device("cpu"))  # Rule 6
     assert not idle_accelerator(CUDA_1)
-    monkeypatch.setattr(module, "torch", torch)
+    monkeypatch.setattr(choice, "torch", torch)
     assert torch.accelerator.is_available() or not idle_accelerator(torch.device("cpu"))
 
 
-def test_a_buffer_uses_the_streams_and_events_of_its_device(cuda):
+@pytest.fixture
+def buffers(cuda):
+    accelerator = Accelerator(CUDA_1)
+    host, device = HostBuffer(4096, accelerator), DeviceBuffer(4096, accelerator)
+    yield host, device
+    host.close()
+    device.close()
+    assert not cuda.registered and not accelerator.held
+
+
+def test_a_buffer_uses_the_streams_and_events_of_its_device(cuda, buffers):
     """Even if the thread's current device is another, as in a thread that delivers messages."""
-    buffer = HostBuffer(4096, CUDA_1)
-    side = HostBuffer._copy_streams[CUDA_1]
-    assert cuda.used == [1] and side.device == CUDA_1 and cuda.current == 0
-    assert buffer._used.stream is cuda.compute[1]
-    buffer.to_device(4096)
-    assert buffer._copied.stream is side and side.waits == [cuda.compute[1]]
-    buffer.on_device()
-    assert cuda.compute[1].waits == [side] and not cuda.compute[0].waits
-    buffer.record_use()
-    assert buffer._used.stream is cuda.compute[1]
-    done = buffer.from_device(4096)
-    assert done.stream is side and side.waits[-1] is cuda.compute[1]
-    assert [stream.device for stream in cuda.entered] == [CUDA_1, CUDA_1]
-    buffer.close()
-    assert not cuda.registered
+    host, device = buffers
+    into, out, compute = device.accelerator.into, device.accelerator.out, cuda.compute[1]
+    assert cuda.used == [1] and cuda.current == 0  # pinned for its device
+    assert into != out and into.device == out.device == CUDA_1
+    assert device._used.stream is compute and device._used.blocking  # a wait for it sleeps
+    host.copy_to(device, 4096)
+    assert host.copied.stream == device._copied.stream == into and into.waits == [compute, None]
+    device.ready()
+    assert compute.waits == [into] and not cuda.compute[0].waits
+    host.copy_from(device, 4096)
+    assert host.copied.stream == device._copied.stream == out and out.waits == [compute, into]
+    assert cuda.entered == [into, out]
+    with host.copies_on(out):
+        pass
+    assert cuda.entered[2:] == [out] and out.waits[2:] == [compute, out]
+    assert cuda.compute == [cuda.compute[0], compute] and compute.waits == [into]
 
 
-def test_every_device_has_its_own_side_stream(cuda):
-    buffers = [HostBuffer(4096, torch.device("cuda", i)) for i in (0, 1, 1)]
-    for buffer in buffers:
-        buffer.to_device(4096)
-    assert [buffer._copied.stream.device.index for buffer in buffers] == [0, 1, 1]
-    assert buffers[1]._copied.stream is buffers[2]._copied.stream
-    for buffer in buffers:
-        buffer.close()
+def test_every_device_has_its_own_streams(cuda, monkeypatch):
+    monkeypatch.setattr(module, "accelerators", {})
+    of = [module.accelerator_of(torch.device("cuda", i)) for i in (0, 1, 1)]
+    assert of[1] is of[2] and of[0].into.device.index == 0 and of[1].into.device.index == 1
+    assert module.accelerator_of(torch.device("cpu")) is None
 
 
-def test_querying_a_copy_does_not_wait(cuda):
-    buffer = HostBuffer(4096, CUDA_1)
-    assert buffer.copying() is None
-    buffer.to_device(4096)
-    event = buffer.copying()
-    assert event is buffer._copied and not event.waited
+def test_querying_a_copy_does_not_wait(buffers):
+    host, device = buffers
+    assert host.copying() is None
+    host.copy_to(device, 4096)
+    event = host.copying()
+    assert event is host.copied and not event.waited
     event.done = True
-    assert buffer.copying() is None and not event.waited
-    buffer.close()
+    assert host.copying() is None and not event.waited
 
 
-class OnDevice(torch.Tensor):
-    """A tensor that claims to be on cuda:1."""
+def test_a_system_that_refuses_to_pin_memory_is_named(cuda):  # Rule 6
+    cuda.refused, lines, accelerator = True, [], Accelerator(CUDA_1)
+    accelerator.report = lines.append
+    for _ in range(2):
+        HostBuffer(4096, accelerator).close()
+    [line] = lines
+    assert "refused to pin 4.0 KiB of host memory for cuda:1: cudaHostRegister returned 2" in line
+    assert "raise the limit of locked memory (ulimit -l)" in line
 
-    @property
-    def device(self):
-        return CUDA_1
 
-
-def test_block_inputs_are_copied_on_their_own_device_and_waited_for_without_the_lock(
-    cuda, monkeypatch
-):
-    keep = activations.Activations(1 << 20, None, "cuda:1")
-    locked = []
-    monkeypatch.setattr(Event, "synchronize", lambda self: locked.append(keep._lock.locked()))
-    tensor = torch.full((1 << 16,), 3.0).as_subclass(OnDevice)
-    ticket = keep.save(tensor)
-    assert ticket.event.stream is keep._streams[CUDA_1] and keep._streams[CUDA_1].waits == [
-        cuda.compute[1]
-    ]
-    ticket.device = torch.device("cpu")  # copying it back is not tested here
-    assert torch.equal(keep.load(ticket), torch.full((1 << 16,), 3.0))
-    assert locked == [False]  # others can save and free during the wait
-    keep.close()
+@pytest.mark.parametrize("kind", ["cpu", "mps", "xpu"])
+def test_random_states_of_any_device(kind, monkeypatch):
+    """torch.mps has one device, so its functions take no device."""
+    device, state = torch.device(kind, 0), torch.zeros(16, dtype=torch.uint8)
+    at, seen = [] if kind in ("cpu", "mps") else [device], []
+    functions = torch if kind == "cpu" else torch.get_device_module(kind)
+    monkeypatch.setattr(functions, "get_rng_state", lambda *on: seen.append([*on]) or state)
+    monkeypatch.setattr(functions, "set_rng_state", lambda *words: seen.append([*words]))
+    set_random_state(random_state(device), device)
+    assert seen == [at, [state, *at]]
 
 
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -603,3 +604,17 @@ def test_shutdown_applies_deferred_steps(alone):
     assert model.weight.tolist() == (torch.tensor(before) - 1).tolist()
     with pytest.raises(ConfigError, match="after shutdown"):
         backward(model)
+
+
+def times_out():
+    raise RuntimeError("[gloo/unbound_buffer.cc:82] Timed out waiting 2000ms for recv operation")
+
+
+def test_a_late_sum_of_torch_raises_a_typed_error(alone, monkeypatch):  # Rule 5
+    work = SimpleNamespace(wait=times_out, is_completed=bool)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: work)
+    with pytest.raises(
+        DeadlineError, match=r"the sum of a float64 \[3\] failed after .* Timed"
+    ) as e:
+        hvd.allreduce(torch.ones(3, dtype=torch.float64), name="wide")
+    assert e.value.__notes__ == ["while waiting for 'wide'"]

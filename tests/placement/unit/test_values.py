@@ -18,6 +18,7 @@ from roadtrain.config.job import make_job
 from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.placement.session_plan import Request, plan_session
 from roadtrain.placement.stores import store_of
 from roadtrain.training.job_options import placed_options
@@ -160,6 +161,8 @@ FEEDBACK = TopK(0.1, error_feedback=True)
             {"store": Servers([A], fan_in=[B]), "group": WorkerIdentity(workers=65)},
             "10.0.0.2:7000 has 65 children, not 1 to 64",
         ),
+        ({"group": WorkerIdentity(1, 2)}, "2 workers were started .*, but there are 0 servers"),
+        ({"store": Files("a"), "group": WorkerIdentity(0, 3)}, "3 workers were started"),
     ],
 )
 def test_incompatible_options_are_refused(options: dict[str, Any], words: str) -> None:
@@ -220,12 +223,12 @@ def test_a_block_too_large_for_the_accelerator_is_refused_with_both_numbers() ->
     table = ChunkTable.build([("", []), ("block", [ParamSpec("w", (1 << 20,), "fp32", True, 0)])])
     rules = rules_for(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
     request = request_of(host_budget="1GiB", device_budget="10MiB", backwards_per_step=1)
-    cuda = torch.device("cuda")
-    with pytest.raises(BudgetError, match=r"at least 20 MiB of device memory.* is 10\.0 MiB"):
-        plan_session(request, cuda, table, rules)
-    enough = replace(request, device_budget="20MiB")
-    worker = plan_session(enough, cuda, table, rules).budgets.worker
-    assert (worker.slots, worker.push_buffers) == (2, 3)
+    with EmulatedDevice().active() as device:
+        with pytest.raises(BudgetError, match=r"at least 37 MiB of device memory.* is 10\.0 MiB"):
+            plan_session(request, device.device, table, rules)
+        enough = replace(request, device_budget="37MiB")
+        budgets = plan_session(enough, device.device, table, rules).budgets.worker.device
+    assert budgets is not None and budgets.slots == 2
 
 
 def test_lossy_and_late_options_are_printed() -> None:

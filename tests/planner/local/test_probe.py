@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def test_probe_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert host.ssds[0].directories == (str(tmp_path),)
     assert host.device.flops > 1e8 and host.ssds[0].read > 1e6 and 1 <= host.ssds[0].mixed <= 2
     assert f"hosts.{host.name}.memory_rate" in tomllib.loads(out.read_text())["measured"]
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         assert (
             "not measured: accelerators" in printed
             and "# not measured: accelerators" in out.read_text()
@@ -102,11 +101,12 @@ def test_two_devices_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "is_available": lambda: True,
         "device_count": lambda: 2,
-        "get_device_name": ["A", "B"].__getitem__,
-        "get_device_properties": lambda number: SimpleNamespace(total_memory=80 * GIB),
+        "current_accelerator": lambda: torch.device("cuda"),
+        "get_memory_info": lambda device: (70 * GIB, 80 * GIB),
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.accelerator, name, fake)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["A", "B"].__getitem__)
     calls = list[tuple[object, ...]]()
     for name, answer in (
         ("copies", (25e9, 2e12)),

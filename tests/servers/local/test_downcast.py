@@ -177,10 +177,11 @@ def test_a_downcast_halves_the_bytes_sent(hosts, monkeypatch):
     pushed = Counter()
     post = RemoteServer._post
 
-    def counted(self, kind, header, parts, sent=None):
+    def counted(self, kind, header, parts, sent=None, **options):
+        parts = [*parts]
         if kind == m.PUSH:
             pushed[len(pushed_by)] += sum(map(len, parts))
-        post(self, kind, header, parts, sent)
+        post(self, kind, header, parts, sent, **options)
 
     monkeypatch.setattr(RemoteServer, "_post", counted)
     pushed_by = []

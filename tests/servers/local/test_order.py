@@ -1,21 +1,20 @@
 """Order of a worker's messages: each update is released right after its chunk's gradient, and no
-message mentions a gradient that is still being copied from the device. There is no device here, so
-the copies are made slow."""
+message mentions a gradient that is still being copied from the device."""
 
-import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import roadtrain
 from roadtrain import TopK
-from roadtrain.device.copies import CopyCallbacks, HostBuffer
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.worker import Worker
 from tests.support.models import Case, Net, contents, new_scaler, place, run
 
 
-def test_each_chunk_is_released_right_after_its_gradient(monkeypatch):
+def test_each_block_is_released_with_its_gradient(monkeypatch):
+    """A block has one message for its gradient and its update, whatever the number of chunks."""
     sent, case = [], Case(eager=True)
     model = Net(width=256)
     placed = roadtrain.place(
@@ -29,46 +28,13 @@ def test_each_chunk_is_released_right_after_its_gradient(monkeypatch):
         for link in placed.session.worker.links.values():
             monkeypatch.setattr(link, "send", lambda m, send=link.send: (sent.append(m), send(m)))
         run(case, model, placed, new_scaler(case), 0, 2)
-    blocks = {c.id: c.block for c in placed.table.chunks}
-    pairs = [
-        (type(m).__name__, m.chunk)
-        for m in sent
-        if isinstance(m, (messages.Push, messages.ApplyUpdate)) and blocks[m.chunk]
-    ]
-    # blocks of several chunks
-    assert len({chunk for _, chunk in pairs}) > 2 * len(set(blocks.values()))
-    for (kind, chunk), (other, same) in zip(pairs[::2], pairs[1::2], strict=True):
-        assert (kind, other, chunk) == ("Push", "ApplyUpdate", same)
-
-
-@pytest.fixture
-def slow_copies(monkeypatch):
-    """Simulate copies to and from a device.
-
-    `from_device` returns an event for which a thread of the worker waits, and each copy to the
-    device still runs when its host buffer is about to be written again. No thread waits with the
-    lock.
-    """
-    workers = []
-
-    class Event:
-        def synchronize(self):
-            assert not any(worker._lock._is_owned() for worker in workers)
-            time.sleep(0.005)
-
-    real_init = Worker.__init__
-
-    def init(self, *args, **options):
-        real_init(self, *args, **options)
-        self._after = {
-            direction: CopyCallbacks(f"worker {direction}", self._copy_failed)
-            for direction in ("push", "pull")
-        }
-        workers.append(self)
-
-    monkeypatch.setattr(Worker, "__init__", init)
-    monkeypatch.setattr(HostBuffer, "from_device", lambda self, nbytes: Event())
-    monkeypatch.setattr(HostBuffer, "copying", lambda self: Event())
+    whole = {block.index: (1 << len(block.chunks)) - 1 for block in placed.table.blocks}
+    assert max(whole.values()) > 3, "blocks of several chunks"
+    pushes = [m for m in sent if isinstance(m, messages.BlockPush) and m.block]
+    assert [m.block for m in pushes] == 2 * [*reversed(range(1, len(whole)))]
+    for push in pushes:
+        assert push.chunks == push.update.chunks == whole[push.block]
+    assert not any(isinstance(m, messages.BlockUpdate) and m.block for m in sent)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +49,25 @@ def slow_copies(monkeypatch):
     ],
     ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"],
 )
-def test_no_message_mentions_a_gradient_before_its_copy_has_ended(case, options, request):
-    results = []
-    for slow in (False, True):
-        if slow:
-            request.getfixturevalue("slow_copies")
-        model, placed, scaler = place(case, None, **options)
-        with placed:
-            losses = run(case, model, placed, scaler, 0, 5)
-            results.append(
-                (losses, {name: value.tobytes() for name, value in contents(model, placed).items()})
-            )
-    assert results[0] == results[1]
+def test_a_device_changes_no_bit_and_no_thread_waits_for_it_with_a_lock(case, options, monkeypatch):
+    """Rules 1, 6."""
+    results, workers, device = [], [], EmulatedDevice()
+    synchronize = type(device.new_event()).synchronize
+
+    def waits(event):
+        assert not any(worker._lock._is_owned() for worker in workers)
+        synchronize(event)
+
+    monkeypatch.setattr(type(device.new_event()), "synchronize", waits)
+    for context in (nullcontext(), device.active()):
+        with context:
+            model, placed, scaler = place(case, None, **options)
+            with placed:
+                workers.append(placed.session.worker)
+                losses = run(case, model, placed, scaler, 0, 5)
+                results.append((losses, _bytes(model, placed)))
+    assert results[0] == results[1] and device.races == []
+
+
+def _bytes(model, placed):
+    return {name: value.tobytes() for name, value in contents(model, placed).items()}

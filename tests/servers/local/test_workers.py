@@ -281,9 +281,11 @@ def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
 
 def test_the_numbers_of_an_update_are_sent_exactly():
     table = ChunkTable.build([("", [ParamSpec(f"p{i}", (3,), "fp32", True, 0) for i in range(4)])])
-    sent = messages.ApplyUpdate(0, 7, (0.1, 1e-300), (None, float("nan"), -0.0, float("inf")), 3, 2)
-    kind, header, parts = m.frame(sent)
-    got = m.apply_update(m.header(kind, header), memoryview(b"".join(parts)), table.chunks[0], 2)
+    scales = (None, float("nan"), -0.0, float("inf"))
+    sent = messages.BlockUpdate(0, 1, 7, {0: (0.1, 1e-300)}, scales, 3, 2)
+    kind, header, parts = m.frame(sent, table)
+    payload = memoryview(b"".join(parts))
+    got = m.apply_update(m.header(kind, header), payload, table.blocks[0], 1, 2)
     assert got.hyper == sent.hyper and got.order == 3 and got.scales[0] is None
     assert np.array(got.scales[1:]).tobytes() == np.array(sent.scales[1:]).tobytes()
 

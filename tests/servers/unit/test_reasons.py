@@ -3,6 +3,7 @@ errors name the cause (Rule 5)."""
 
 import pytest
 
+from roadtrain.chunks import ChunkTable
 from roadtrain.errors import LostError
 from roadtrain.servers import frames as m
 from roadtrain.servers.parameter_connection import ParameterConnection
@@ -34,7 +35,7 @@ class Session:
 def test_a_worker_sends_the_reason_of_its_end(server_is_lost):
     servers = {}
     for number in (0, 1):
-        servers[number] = RemoteServer(number, f"server {number}", servers)
+        servers[number] = RemoteServer(number, f"server {number}", servers, ChunkTable.build([]))
         servers[number].link = Wire()
     if server_is_lost:
         servers[1].lost(LostError("server 1: ended without a goodbye"))

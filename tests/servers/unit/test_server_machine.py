@@ -1028,10 +1028,3 @@ def test_the_machine_names_the_workers_it_waits_for():
     )
     world.feed(messages.Close(1, 1, 1))
     assert [what for _, what in machine.waits()[1]] == ["the end of step 1"] * 2
-
-
-def test_fewer_slots_before_the_first_pull():
-    prefetcher = Prefetcher(6, range(1, 7))
-    prefetcher.shrink(2)
-    assert _run_sequence(prefetcher, [*range(1, 7), *range(6, 0, -1)]) >= 1
-    assert len(prefetcher.slots) == 2

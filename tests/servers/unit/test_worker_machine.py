@@ -11,6 +11,7 @@ from roadtrain.errors import LoopError
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol import worker as w
 from roadtrain.servers.protocol.block_state import BlockState, GradPhase
+from roadtrain.servers.protocol.blocks import bit_of, chunks_in
 from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
 
 ROOT, ROOT_GRAD = "root", "gradient of the root"
@@ -44,6 +45,14 @@ def a_machine(*, servers=(0, 1), replicas=1, slots=3, buffers=4, committed=0, **
     return WorkerStateMachine(setup)
 
 
+def version_of(machine, chunk):
+    """The version of a chunk after all updates that have begun."""
+    block = machine.table.blocks[machine.table.chunks[chunk].block]
+    versions = machine.blocks[block.index].versions
+    [version] = [v for (v, _), chunks in versions.items() if chunks & bit_of(block, chunk)]
+    return version
+
+
 class SlowServer:
     """A server that takes its messages in order and updates, answers and commits when the test lets
     it. Gradients of other workers have always arrived already."""
@@ -53,29 +62,32 @@ class SlowServer:
         self.inbox, self.outbox, self.updates = deque(), deque(), deque()
         self.version = Counter()
         self.pulls, self.reading, self.blobs = [], defaultdict(list), {}
+        self.over = Counter()  # block -> its chunks that are updated or discarded, a bitmap
         self.ended, self.done = [], 0
 
     def take_message(self):
         message = self.inbox.popleft()
         several = self.world.machine.setup.workers > 1
         match message:
-            case messages.Pull():
+            case messages.BlockPull():
                 self.pulls.append(message)
-            case messages.Push(chunk, _, _, keep, ticket):
+            case messages.BlockPush(block, _, _, _, keep, ticket):
                 if not several:
-                    self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
-                if keep and message.grad is not None:
-                    self.reading[chunk].append(ticket)
+                    self.report_sums(block)
+                if keep:
+                    self.reading[block].append(ticket)
                 else:
                     self.outbox.append(messages.BufferFree(ticket))
-            case messages.Close(chunk):
-                self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
-            case messages.DiscardGrad(chunk):
-                self.free(chunk)
-            case messages.ApplyUpdate(chunk, step):
+                if message.update is not None:
+                    self.inbox.appendleft(message.update)
+            case messages.BlockClose(block):
+                self.report_sums(block)
+            case messages.BlockDiscard(block, chunks):
+                self.free(block, chunks)
+            case messages.BlockUpdate(block, _, step):
                 assert step not in self.ended, "a message of a step follows its end"
-                if several and (chunk, step) not in self.world.closed:
-                    self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
+                if several and (block, step) not in self.world.closed:
+                    self.report_sums(block)
                 self.updates.append(message)
             case messages.EndStep(step):
                 self.ended.append(step)
@@ -85,15 +97,24 @@ class SlowServer:
             case messages.CommitDone():
                 pass
 
-    def free(self, chunk):
-        self.outbox.extend(messages.BufferFree(ticket) for ticket in self.reading.pop(chunk, ()))
+    def report_sums(self, block):
+        self.outbox.append(messages.BlockAccumulated(self.number, block, (1.0,)))
+
+    def free(self, block, chunks):
+        """Free the pushes of a block once all of its chunks are updated or discarded."""
+        self.over[block] |= chunks
+        if self.over[block] == self.world.machine.layouts[block].holders[self.number]:
+            self.over[block] = 0
+            self.outbox.extend(
+                messages.BufferFree(ticket) for ticket in self.reading.pop(block, ())
+            )
 
     def work(self):
         """Run an update or the end of a step."""
         match self.updates[0]:
-            case messages.ApplyUpdate(chunk):
-                self.version[chunk] += 1
-                self.free(chunk)
+            case messages.BlockUpdate(block, chunks):
+                self.version.update(self.world.numbers(block, chunks))
+                self.free(block, chunks)
             case messages.EndStep(step):
                 commit, first = self.world.machine.commit, self.number == 0
                 if commit.everywhere and (self.number, step) not in self.world.wrote:
@@ -108,11 +129,15 @@ class SlowServer:
         self.updates.popleft()
 
     def answer(self):
-        ready = [p for p in self.pulls if p.version <= self.version[p.chunk]]
+        ready = [
+            p
+            for p in self.pulls
+            if all(p.version <= self.version[c] for c in self.world.numbers(p.block, p.chunks))
+        ]
         if ready:
             pull = self.world.random.choice(ready)
             self.pulls.remove(pull)
-            self.outbox.append(messages.Pulled(pull.ticket, pull.chunk))
+            self.outbox.append(messages.BlockPulled(pull.ticket))
 
 
 class World:
@@ -127,8 +152,11 @@ class World:
         self.updated = defaultdict(set)  # chunk -> steps
         self.closed, self.wrote = set(), set()
         self.read_by = {}  # ticket -> (buffer, kept)
-        self.sums_due = Counter()  # chunk -> sums that a push or a close will bring
+        self.sums_due = Counter()  # block -> sums that pushes or closes will bring
         self.prepared, self.blobs = defaultdict(set), set()
+
+    def numbers(self, block, bits):
+        return [chunk.id for chunk in chunks_in(self.machine.table.blocks[block], bits)]
 
     def feed(self, actions):
         for action in actions:
@@ -138,41 +166,53 @@ class World:
                         self.say(number, message)
                 case w.StartPulls(target, pulls):
                     assert not self.coming[target], "a buffer is filled twice at once"
-                    for pull in pulls:
-                        self.requested[target, pull.chunk.id] = pull.version
+                    for server, pull in pulls:
+                        for chunk in self.numbers(pull.block, pull.chunks):
+                            assert self.machine.owners[chunk][0] == server
+                            self.requested[target, chunk] = pull.version
                         self.coming[target].add(pull.ticket)
                         self.target_of[pull.ticket] = target
-                        self.servers[pull.server].inbox.append(
-                            messages.Pull(pull.chunk.id, pull.version, None, pull.ticket)
-                        )
-                case w.CopyIn(target, _):
+                        self.servers[server].inbox.append(pull)
+                case w.CopyIn(target):
                     assert not self.coming[target], "the buffer is not complete"
                     self.copied.append(target)
         self.machine.check()
 
     def say(self, number, message):
         several = self.machine.setup.workers > 1
+        if (chunks := getattr(message, "chunks", None)) is not None:
+            held = [c for c in self.numbers(message.block, chunks) if number in self.owners(c)]
+            assert held == self.numbers(message.block, chunks) and held
         match message:
-            case messages.Push(chunk, grad):
-                if grad is not None:
-                    self.read_by[message.ticket] = grad, message.keep
-                self.sums_due[chunk] += not several
-            case messages.Close(chunk, step):
-                self.closed.add((chunk, step))
-                self.sums_due[chunk] += 1
-            case messages.DiscardGrad(chunk):
-                assert not self.sums_due[chunk], "a gradient that is still being held is dropped"
-            case messages.ApplyUpdate(chunk, step, _, scales):
-                assert step == self.machine.commit.ended + 1
-                assert several or any(scale is not None for scale in scales)
-                self.updated[chunk].add(step)
-                if several and (chunk, step) not in self.closed:
-                    self.sums_due[chunk] += 1
+            case messages.BlockPush(block, _, grad):
+                self.read_by[message.ticket] = grad, message.keep
+                self.sums_due[block] += not several
+                if message.update is not None:
+                    self.updates(message.update, several)
+            case messages.BlockClose(block, _, step):
+                self.closed.add((block, step))
+                self.sums_due[block] += 1
+            case messages.BlockDiscard(block):
+                assert not self.sums_due[block], "a gradient that is still being held is dropped"
+            case messages.BlockUpdate():
+                self.updates(message, several)
             case messages.Commit(step):
                 assert step in self.blobs
                 others = set(self.servers) - {0}
                 assert number or self.prepared[step] == others, "server 0 must commit last"
         self.servers[number].inbox.append(message)
+
+    def updates(self, message, several):
+        block, step = message.block, message.step
+        assert step == self.machine.commit.ended + 1
+        assert several or any(scale is not None for scale in message.scales)
+        for chunk in self.numbers(block, message.chunks):
+            self.updated[chunk].add(step)
+        if several and (block, step) not in self.closed:
+            self.sums_due[block] += 1
+
+    def owners(self, chunk):
+        return self.machine.owners[chunk]
 
     def run_one(self):
         """Let a random pending action happen."""
@@ -189,10 +229,10 @@ class World:
     def deliver(self, server):
         message = server.outbox.popleft()
         match message:
-            case messages.Pulled(ticket):
+            case messages.BlockPulled(ticket):
                 self.coming[self.target_of.pop(ticket)].discard(ticket)
-            case messages.GradAccumulated(chunk):
-                self.sums_due[chunk] -= 1
+            case messages.BlockAccumulated(_, block):
+                self.sums_due[block] -= 1
             case messages.BufferFree(ticket):
                 self.read_by.pop(ticket, None)
             case messages.Prepared(number, step):
@@ -227,7 +267,7 @@ class World:
         machine = self.machine
         self.feed(self.machine.fetch_block(block))
         self.until(lambda: machine.slot_of(block) is not None)
-        self.check_versions(machine.use_block(block), block, step)
+        self.check_versions(machine.use_block(block)[0], block, step)
         return lambda: self.feed(self.machine.release_block(block))
 
     def fetch_root(self, step):
@@ -246,15 +286,15 @@ class World:
         read = {b for b, _ in self.read_by.values()}
         assert buffer not in read, "a server still reads the buffer"
         machine.grad_ready(block, self.params(block))
-        return lambda then: self.send(block, buffer, then, keep_always)
+        return lambda updates: self.send(block, buffer, updates, keep_always)
 
     def params(self, block):
         return [s.param for c in self.machine.table.blocks[block].chunks for s in c.spans]
 
-    def send(self, block, buffer, then, keep_always):
-        chunks = [c for c in self.machine.table.blocks[block].chunks if c.trainable]
-        pieces = [(c, buffer, "") for c in chunks]
-        self.feed(self.machine.send_dense(buffer, pieces, True, then, keep_always))
+    def send(self, block, buffer, updates, keep_always):
+        self.feed(
+            self.machine.send_dense(block, buffer, buffer, True, updates, keep_always=keep_always)
+        )
         kept = {b for b, keep in self.read_by.values() if keep and b != ROOT_GRAD}
         assert keep_always or len(kept) <= len(self.machine.pool) - 2
 
@@ -268,7 +308,7 @@ class World:
         self.end_update(block)
 
     def end_update(self, block):
-        if self.machine.unchanged(block):
+        if self.machine.blocks[block].unchanged():
             self.until(lambda: self.machine.sums_here(block))
         self.feed(self.machine.end_update(block))
 
@@ -313,17 +353,16 @@ def test_steps_complete_in_any_order_of_events(case, seed):  # Rules 1, 3, 4
         for block in reversed(blocks):
             release = world.compute(block, step)
             if rng.random() < 0.85:
-                send, then = world.push(block, keep_always=eager), {}
+                send, updates = world.push(block, keep_always=eager), ()
                 if eager:
                     updates = machine.begin_update(block, step, {0: (0.1,)}, lambda param: 1.0)
-                    then = {say.message.chunk: say for say in updates}
-                send(then)
+                send(updates)
                 if eager:
                     world.end_update(block)
             release()
             for _ in range(rng.randrange(8)):
                 world.run_one()
-        world.push(0, keep_always=eager)({})
+        world.push(0, keep_always=eager)(())
         for block in (0, *blocks):
             state = machine.blocks[block]
             if state.updated:
@@ -344,7 +383,7 @@ def test_steps_complete_in_any_order_of_events(case, seed):  # Rules 1, 3, 4
     assert sorted(machine.free) == list(machine.pool) and not machine.kept
     assert not +world.sums_due and all(machine.sums_here(b) for b in (0, *blocks))
     trainable = [c.id for c in machine.table.chunks if c.trainable]
-    assert all(machine.chunk_version[c] == len(world.updated[c]) for c in trainable)
+    assert all(version_of(machine, c) == len(world.updated[c]) for c in trainable)
     assert not several or all(len(world.updated[c]) == n for c in trainable)
 
 
@@ -379,30 +418,27 @@ def test_all_replicas_report_their_sums_before_a_step_ends():
     machine.grad_ready(1, [1])
     machine.begin_update(1, 1, {0: ()}, lambda param: 1.0)
     machine.end_update(1)
-    chunk = machine.table.blocks[1].chunks[0].id
-    for _ in range(2):
+    for server in (0, 1):
         assert not machine.may_end(1)
-        machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+        machine.handle(messages.BlockAccumulated(server, 1, (1.0,)))
     assert machine.may_end(1) and machine.sums_behind == 0
 
 
 def test_two_gradient_buffers_are_never_kept():
     """When updates wait for step(), servers keep the gradients in all other buffers."""
     machine, kept = a_machine(buffers=4), []
-    chunk = machine.table.blocks[1].chunks[0]
     for _ in range(4):
         buffer = machine.take_buffer()
-        [sent] = machine.send_dense(buffer, [(chunk, None, "")], True, {}, False)
+        [sent] = machine.send_dense(1, buffer, None, True)
         kept.append(sent.message.keep)
     assert kept == [True, True, False, False] and not machine.free
 
 
 def test_a_buffer_is_free_once_every_server_has_read_all_of_it():
     machine = a_machine(replicas=2, buffers=3)
-    block, buffer = machine.table.blocks[2], machine.take_buffer()
-    pieces = [(chunk, None, "") for chunk in block.chunks]
-    sends = machine.send_dense(buffer, pieces, True, {}, True)
-    assert len(sends) == 4  # two chunks, two servers each
+    buffer = machine.take_buffer()
+    sends = machine.send_dense(2, buffer, None, True, keep_always=True)
+    assert [(say.servers, say.message.chunks) for say in sends] == [((0,), 3), ((1,), 3)]
     for sent in sends:
         assert machine.is_read(buffer) and buffer not in machine.free
         machine.handle(messages.BufferFree(sent.message.ticket))
@@ -423,14 +459,12 @@ def test_a_step_requests_the_version_of_its_staleness(staleness, versions):  # R
     machine, found = a_machine(staleness=staleness), []
     for step in range(1, 5):
         [pulls] = machine.fetch_into(1, "here")
-        found += [pull.version for pull in pulls.pulls]
-        for pull in pulls.pulls:
-            machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
+        found += [pull.version for _, pull in pulls.pulls]
+        arrive(machine, [pulls])
         machine.commit.committed = step - 1
         if step < 3:
             machine.grad_ready(1, [1])
-            chunk = machine.table.blocks[1].chunks[0].id
-            machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+            report(machine, 1)
             machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
             machine.end_update(1)
         machine.end_step(step)
@@ -443,7 +477,7 @@ def test_states_of_a_gradient():
     machine.grad_ready(1, [1])
     assert machine.is_open(1) and machine.blocks[1].held
     [close] = machine.close_grad(1)
-    assert isinstance(close.message, messages.Close) and not machine.is_open(1)
+    assert isinstance(close.message, messages.BlockClose) and not machine.is_open(1)
     assert not machine.sums_here(1)
     [update] = machine.begin_update(1, 1, {0: ()}, lambda param: 1.0)
     assert list(update.message.scales) == [0.5], "the mean of two workers"
@@ -458,14 +492,6 @@ def test_states_of_a_gradient():
         machine.drop_grad(1)
 
 
-def test_no_message_is_sent_while_a_gradient_is_being_copied():
-    machine = a_machine()
-    machine.copying += 1
-    assert not machine.may_send()
-    machine.copying -= 1
-    assert machine.may_send()
-
-
 def test_residuals_belong_to_a_single_worker():
     """Their sums are not those of the mean, and come from the push itself."""
     machine = a_machine(workers=4, residual_block={1: 2})
@@ -473,24 +499,27 @@ def test_residuals_belong_to_a_single_worker():
     assert not machine.is_open(2) and machine.is_open(1)
     assert machine.workers_of(2) == 1 and not machine.sums_here(2)
     updates = machine.begin_update(2, 1, {0: ()}, lambda param: 1.0)
-    assert [list(say.message.scales) for say in updates] == [[1.0], [1.0]]
+    assert [(say.message.chunks, list(say.message.scales)) for say in updates] == [
+        (1, [1.0]),
+        (2, [1.0]),
+    ]
 
 
 def test_a_frozen_chunk_is_requested_at_version_0():  # Rule 1
     """A session resumes with staleness 1: the last step did not update the frozen chunk."""
     machine = a_machine(staleness=1, committed=5)
     [pulls] = machine.fetch_into(3, "here")
-    requested = {pull.chunk.trainable: pull.version for pull in pulls.pulls}
-    assert requested == {True: -1, False: 0}
+    requested = {(server, pull.chunks): pull.version for server, pull in pulls.pulls}
+    frozen = machine.layouts[3].frozen
+    assert requested == {(0, 1 << 0): -1, (1, 1 << 1): -1, (0, frozen): 0}
 
 
 def test_a_gradient_with_its_own_memory_takes_none_of_the_pool():
     """The root block's gradient, and a gradient pushed again, always stay in their own memory."""
     machine = a_machine(buffers=3)
-    chunk = machine.table.blocks[1].chunks[0]
 
     def pushed(buffer, fresh):
-        [sent] = machine.send_dense(buffer, [(chunk, None, "")], fresh, {}, False)
+        [sent] = machine.send_dense(1, buffer, None, fresh)
         return sent.message.keep
 
     assert pushed(ROOT_GRAD, True) and not machine.kept
@@ -506,11 +535,10 @@ def test_a_dropped_gradient_leaves_nothing():
     """Neither its sums nor its parameters count for the next gradient."""
     machine = a_machine()
     machine.grad_ready(1, [1])
-    [chunk] = [chunk.id for chunk in machine.table.blocks[1].chunks]
-    machine.handle(messages.GradAccumulated(chunk, (3.0,)))
+    report(machine, 1)
     machine.current.add(1)
     state = machine.blocks[1]
-    assert state.sums.values == {chunk: (3.0,)}
+    assert state.sums.values == {1: (1.0,)}
     machine.drop_grad(1)
     assert not (state.sums.values or state.present or machine.current or state.held)
 
@@ -522,8 +550,7 @@ def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
     for step in (1, 2, 3):
         if step == 1:
             machine.grad_ready(1, [1])
-            chunk = machine.table.blocks[1].chunks[0].id
-            machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+            report(machine, 1)
             machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
             machine.end_update(1)
         machine.end_step(step)
@@ -536,16 +563,23 @@ def test_a_slot_records_the_version_it_holds():
     machine = a_machine()
     machine.reset(3)
     machine.fetch_block(1)
-    slot = machine.prefetch.where[1]
-    assert machine.slot_version[slot] == machine.blocks[1].version == 1
+    machine.prefetch.arrived(machine.prefetch.where[1])
+    _, version = machine.use_block(1)
+    assert version == machine.blocks[1].version == 1
 
 
 def arrive(machine, actions):
     """Complete all pulls, including those started by completed ones."""
     for action in actions:
         if isinstance(action, w.StartPulls):
-            for pull in action.pulls:
-                arrive(machine, machine.handle(messages.Pulled(pull.ticket, pull.chunk.id)))
+            for _, pull in action.pulls:
+                arrive(machine, machine.handle(messages.BlockPulled(pull.ticket)))
+
+
+def report(machine, block):
+    """Deliver the sums of a block's gradient."""
+    for server in machine.layouts[block].holders:
+        machine.handle(messages.BlockAccumulated(server, block, (1.0,)))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -555,8 +589,7 @@ def test_a_reset_machine_requests_the_versions_of_a_new_session(staleness):
     machine = a_machine(staleness=staleness)
     for step in (1, 2):
         machine.grad_ready(1, [1])
-        chunk = machine.table.blocks[1].chunks[0].id
-        machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+        report(machine, 1)
         machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
         machine.end_update(1)
         arrive(machine, machine.end_step(step))
@@ -570,9 +603,9 @@ def test_a_reset_machine_requests_the_versions_of_a_new_session(staleness):
         versions = []
         for block in (1, 2, 3):
             [pulls] = it.fetch_into(block, f"block {block}")
-            versions.append([pull.version for pull in pulls.pulls])
+            versions.append([(pull.chunks, pull.version) for _, pull in pulls.pulls])
         state = [(s.updated_in, s.changed_in, s.phase) for s in it.blocks]
-        return versions, it.chunk_version, state, it.current, it.open_step
+        return versions, [s.versions for s in it.blocks], state, it.current, it.open_step
 
     assert asks(machine) == asks(fresh)
 
@@ -597,12 +630,8 @@ def test_the_end_of_a_step_opens_every_gradient_again():
 
 def test_changed_contents_are_fetched_again():
     machine = a_machine()
-    for pulls in machine.fetch_block(1):
-        for pull in pulls.pulls:
-            machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
-    [pulls] = machine.fetch_into(0, ROOT)
-    for pull in pulls.pulls:
-        machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
+    arrive(machine, machine.fetch_block(1))
+    arrive(machine, machine.fetch_into(0, ROOT))
     assert machine.slot_of(1) is not None and not machine.root_is_old
     machine.reset(7)
     assert machine.slot_of(1) is None and machine.root_is_old

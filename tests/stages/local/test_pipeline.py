@@ -112,7 +112,9 @@ def staged(kind, widths, parts, layers, num_microbatches, wire, rank):
     ]
     parallelism = Parallelism(pp=stages, widths=widths, virtual_stages=parts)
     groups = Groups.of(parallelism, [("host", "", sum(widths))])
-    pipeline = Pipeline(shape, own, StageLinks(channels, groups, rank, 60.0))
+    links = StageLinks(channels, groups, rank, 60.0, torch.device("cpu"))
+    links.connect()
+    pipeline = Pipeline(shape, own, links)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):

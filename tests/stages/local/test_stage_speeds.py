@@ -80,7 +80,7 @@ def links_of(groups: Groups, rank: int) -> StageLinks:
         group = dist.new_group(list(boundary.ranks))
         what = FORWARD if boundary.kind is GroupKind.ACTIVATIONS else BACKWARD
         channels[number // 2, what] = group
-    return StageLinks(channels, groups, rank, 30.0)
+    return StageLinks(channels, groups, rank, 30.0, CPU)
 
 
 def measure_rank(rank: int):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from roadtrain.errors import ConfigError, LostError
 from roadtrain.options.schema import checked
@@ -27,7 +28,7 @@ from roadtrain.stages.networks import (
     override,
     pick,
 )
-from roadtrain.stages.process_groups import nccl_network
+from roadtrain.stages.process_groups import check_device, nccl_network
 
 
 @dataclass(frozen=True)
@@ -263,3 +264,10 @@ def test_cards_of_a_host(tmp_path, monkeypatch) -> None:
         ("eth1", ETHERNET, 125e6, "", "fd00::/32"),
         ("ib9", ETHERNET, 125e6, "", "10.4.0.0/16"),  # sysfs shows another card of that name
     ]
+
+
+def test_a_device_without_collectives_is_refused() -> None:  # Rule 6
+    for device in ("cpu", "cuda:1"):
+        check_device(torch.device(device))
+    with pytest.raises(ConfigError, match=r"would compute on xpu:1, but supports only CUDA .* CPU"):
+        check_device(torch.device("xpu:1"))

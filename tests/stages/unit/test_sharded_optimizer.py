@@ -1,6 +1,7 @@
 """The sharded optimizer on a single rank: hooks, waits, refusals, and bits equal to the update
 rules."""
 
+import threading
 import time
 from copy import deepcopy
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.errors import LoopError, ModelError, RuleError, StoreError
+from roadtrain.errors import DeadlineError, LoopError, ModelError, RuleError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.stages.bucket_state import BucketState
 from roadtrain.stages.op_queue import SideStream
 from roadtrain.stages.parallel_parts import cast_and_move
@@ -439,10 +441,10 @@ def test_infinite_gradients_show_in_the_norm(made):
 
 
 def test_reading_gradients_or_state_joins_the_side_stream(made, monkeypatch):
-    """Rule 6. On an accelerator the end of a job only means that its work was submitted: work that
-    overwrites gradients or reads parameters or state is queued after it."""
+    """Rule 6. On an accelerator the end of a job only means that its work was submitted. What
+    overwrites gradients or reads parameters or state waits for the work itself."""
     joined = []
-    monkeypatch.setattr(SideStream, "join", lambda self: joined.append(self))
+    monkeypatch.setattr(SideStream, "join", lambda self, _: joined.append(self) or True)
     model = Mixed()
     optimizer = made(model, adamw(model))
     optimizer.begin_step(1)
@@ -457,6 +459,25 @@ def test_reading_gradients_or_state_joins_the_side_stream(made, monkeypatch):
         joined.clear()
         act()
         assert joined == [optimizer.side]
+
+
+def test_work_of_a_device_that_does_not_end_is_an_error(made):  # Rule 5
+    model = Mixed()
+    with EmulatedDevice().active() as device:
+        optimizer = made(model, adamw(model))
+        optimizer.group.deadline_s = 0.05
+        optimizer.begin_step(1)
+        loss_of(model, 0).backward()
+        lost = device.new_event()
+        lost.done = threading.Event()  # as of a sum for which a rank is missing
+        optimizer.side.stream.wait_event(lost)
+        with pytest.raises(
+            DeadlineError, match=r"waited 0.1 s for step 0: the sum of the gradients, over a single"
+        ) as caught:
+            optimizer.sum_squares()
+        assert "hint: a rank of the group" in str(caught.value)
+        lost.done.set()
+        assert optimizer.sum_squares() > 0
 
 
 def test_more_gradients_than_in_the_first_step_are_refused(made):

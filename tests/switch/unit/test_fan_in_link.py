@@ -30,11 +30,12 @@ from tests.support.fan_in_hub import WINDOW, Hub
 from tests.support.faulty import RandomFaults
 
 N, SMALL = 30_720, 2048  # elements of chunks; the larger ones need more packets than a window holds
+ONE = m.bitmap(1)  # names the only chunk of a block
 WIDTH = {"int32": 4, "int16": 2, "int8": 1}
 
 
 def table() -> ChunkTable:
-    """Three chunks: fp32, bf16, a small one."""
+    """Three blocks of one chunk: fp32, bf16, a small one."""
     blocks = [
         ("root", [ParamSpec("a", (N,), "fp32", 0, True)]),
         ("one", [ParamSpec("b", (N,), "bf16", 0, True)]),
@@ -60,7 +61,7 @@ class Owner:
     def pull(self, chunk: int, version: int) -> int:
         ticket = next(self._tickets)
         self.into[ticket] = bytearray(round_up(self.chunks[chunk].weights_nbytes, PAGE))
-        self.link.send(m.PULL, m.encode((chunk, version, ticket)), urgent=True)
+        self.link.send(m.PULL, m.encode((chunk, ONE, version, ticket)), urgent=True)
         return ticket
 
     def push(self, chunk: int, values: np.ndarray, dtype: str = "", fresh: bool = True) -> int:
@@ -68,7 +69,7 @@ class Owner:
         ticket = next(self._tickets)
         part = np.zeros(round_up(values.nbytes, PAGE), np.uint8)
         part[: values.nbytes] = values.view(np.uint8)
-        header = m.encode((chunk, fresh, ticket, -1, dtype))
+        header = m.encode((chunk, ONE, fresh, -1, dtype, False))
         self.link.send(m.PUSH, header, [part.data], lambda: self._freed(ticket))
         return ticket
 
@@ -313,9 +314,9 @@ def test_messages_after_a_push_follow_its_announcement(scene: Any) -> None:
     owner, member = it.owners[0], it.hub.members[0]
     for chunk in (0, 2):
         owner.push(chunk, noise(chunk, it.chunks[chunk].numel))
-        owner.link.send(m.CLOSE, m.encode((chunk, 1)))
+        owner.link.send(m.CLOSE, m.encode((chunk, ONE, 1)))
     it.hub.until(lambda: len(member.frames) == 4)
-    frames = [(frame.kind, frame.fields.chunk) for frame in member.frames]
+    frames = [(frame.kind, frame.fields.block) for frame in member.frames]
     assert frames == [
         (switch_frames.ANNOUNCE, 0),
         (m.CLOSE, 0),
@@ -360,8 +361,9 @@ def test_a_trial_of_the_networks_multicast_is_answered() -> None:
 
 def test_a_compressed_gradient_is_refused(scene: Any) -> None:
     it = scene(workers=1)
-    with pytest.raises(WireError, match="compressed gradient of chunk 0 cannot be summed"):
-        it.owners[0].link.send(m.PUSH, m.encode((0, True, 1, 3, "fp32")), [memoryview(b"x" * 32)])
+    with pytest.raises(WireError, match="compressed gradient of block 0 cannot be summed"):
+        header = m.encode((0, ONE, True, 3, "fp32", False))
+        it.owners[0].link.send(m.PUSH, header, [memoryview(b"x" * 32)])
 
 
 def bad_grant(it: Scene) -> None:
@@ -394,7 +396,7 @@ def test_an_unrequested_message_ends_the_link(scene: Any, wrong: Any, words: str
     assert isinstance(owner.errors[0], PeerError) and words in str(owner.errors[0])
     assert owner.free == [ticket] and len(owner.errors) == 1
     with pytest.raises(LostError):
-        owner.link.send(m.CLOSE, m.encode((0, 1)))
+        owner.link.send(m.CLOSE, m.encode((0, ONE, 1)))
     with pytest.raises(LostError):
         owner.push(2, noise(1, SMALL))
     assert owner.free == [ticket]  # its data was never sent

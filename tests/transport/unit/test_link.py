@@ -317,6 +317,50 @@ def test_urgent_frames_overtake_frames_not_yet_being_sent(ends):
 
 
 @pytest.mark.slow
+def test_parts_that_are_frames_of_their_own_are_taken_one_by_one(ends):
+    """They arrive in order, an urgent frame goes between them, and `sent` is called once."""
+    ends.got_b.open.clear()
+    taken, calls = [], []
+
+    def parts():
+        for i in range(40):
+            taken.append(i)
+            yield memoryview(bytes([i]) * 4 * MIB)
+
+    ends.a.send(1, b"many", parts(), lambda: calls.append(1), each=True)
+    ends.a.send(2, b"after")
+    while not ends.got_b.rooms:
+        time.sleep(0.1)
+    time.sleep(0.3)
+    assert len(taken) < 25 and not calls, "parts are taken when their turn comes"
+    ends.a.send(3, b"urgent", urgent=True)
+    ends.got_b.open.set()
+    frames = ends.got_b.wait_frames(42)
+    kinds = [kind for kind, _, _ in frames]
+    assert kinds.index(3) < 30 and kinds[-1] == 2
+    data = [(header, payload[0], len(payload)) for kind, header, payload in frames if kind == 1]
+    assert data == [(b"many", i, 4 * MIB) for i in range(40)]
+    ends.a.close()
+    assert calls == [1]
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_lost_link_are_returned_once(ends):
+    ends.got_b.open.clear()
+    calls = []
+    ends.a.send(1, b"", iter([memoryview(bytes(MIB))] * 60), lambda: calls.append(1), each=True)
+    ends.got_a.hook = lambda kind, header, payload: 1 / 0
+    ends.b.send(2, b"")
+    assert "division" in str(ends.got_a.wait_lost())
+    ends.got_b.open.set()
+    deadline = time.monotonic() + WAIT_S
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ends.a.close()
+    assert calls == [1]
+
+
+@pytest.mark.slow
 def test_a_slow_connection_keeps_little_in_kernel_buffers():
     """Including pieces so small that the kernel accepts each at once."""
     with socket.create_server(("127.0.0.1", 0)) as server:

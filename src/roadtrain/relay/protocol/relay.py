@@ -70,8 +70,8 @@ class RelayStateMachine(Intermediary[Give]):
         match event:
             case m.Pull():
                 return [*self._request(CopyRequest(event, partial(Give, event)))]
-            case m.Pulled(ticket):
-                return [*self._pulled(ticket)]
+            case m.Pulled():
+                return [*self._pulled(event)]
             case m.Done(give):
                 return [*self._delivered(give.pull)]
             case m.Push() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():

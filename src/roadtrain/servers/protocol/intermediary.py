@@ -86,7 +86,9 @@ class Intermediary(Generic[D]):
         # Free buffers. Each buffer is either free or belongs to exactly one copy.
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
-        self.pulling: dict[int, Key] = {}  # ticket of our pull -> the copy, which is COMING
+        # (ticket of our pull, chunk) -> the copy, which is COMING. Pulls that follow a worker's
+        # message about a block have the same ticket, so that they are one message to the server.
+        self.pulling: dict[tuple[int, int], Key] = {}
         # Requests that wait for a buffer; empty while a buffer is free.
         self.queue: deque[CopyRequest[D]] = deque()
         # step -> worker -> its word at the end of the step. A step is removed when all workers have
@@ -96,7 +98,7 @@ class Intermediary(Generic[D]):
         self.commits: dict[int, dict[int, Any]] = {}
         self.committed: int | None = None  # the last step whose CommitDone was sent to the server
         self.lost: str | None = None  # message about the worker that was lost
-        self._ticket = 0
+        self._ticket, self._follows = 0, (-1, -1)  # the last ticket; (worker, ticket) it belongs to
 
     # copies
 
@@ -104,8 +106,8 @@ class Intermediary(Generic[D]):
         """Return the buffer for the answer to the pull `ticket`, or None if there is no such
         pull.
         """
-        key = self.pulling.get(ticket)
-        return None if key is None or key[0] != chunk else self.copies[key].buffer
+        key = self.pulling.get((ticket, chunk))
+        return None if key is None else self.copies[key].buffer
 
     def _request(self, request: CopyRequest[D]) -> list[Up | D]:
         if self.queue:
@@ -122,9 +124,12 @@ class Intermediary(Generic[D]):
                 self.queue.appendleft(request)
                 return []
             copy = Copy(buffer)
-            self._ticket += 1
-            self.pulling[self._ticket] = request.key
-            out.append(Up(replace(request.pull, into=buffer, ticket=self._ticket)))
+            pull = request.pull
+            follows = pull.worker, pull.ticket
+            if follows != self._follows or (self._ticket, pull.chunk) in self.pulling:
+                self._ticket, self._follows = self._ticket + 1, follows
+            self.pulling[self._ticket, pull.chunk] = request.key
+            out.append(Up(replace(pull, into=buffer, ticket=self._ticket)))
         self.copies[request.key] = copy
         if copy.phase is CopyPhase.HERE:
             copy.readers += 1
@@ -142,8 +147,8 @@ class Intermediary(Generic[D]):
                 return copy.buffer
         return None
 
-    def _pulled(self, ticket: int) -> list[D]:
-        copy = self.copies[self.pulling.pop(ticket)]
+    def _pulled(self, pulled: m.Pulled) -> list[D]:
+        copy = self.copies[self.pulling.pop((pulled.ticket, pulled.chunk))]
         requests, copy.requests = copy.requests, []
         copy.phase = CopyPhase.HERE
         copy.readers += len(requests)

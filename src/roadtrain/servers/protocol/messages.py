@@ -1,6 +1,12 @@
 """Messages between worker and server, and the events and actions of the state machines. All are
 frozen values; in a simulated run, their tensors are None.
 
+A worker sends one message about a block to each server that holds chunks of it: BlockPull,
+BlockPush, BlockClose, BlockUpdate or BlockDiscard. Bit i of `chunks` stands for the block's i-th
+chunk in the order of the table, and a message names only chunks that the server holds. The server
+gives one answer to each message. It works on chunks: servers/protocol/blocks.py divides a message
+into messages about chunks, and joins the answers.
+
 The server's threads carry out actions, and report events when actions are done. `worker` is the
 sender of a message, which the server sets. A `ticket` is a number that the sender chooses; the
 answer has the same ticket.
@@ -12,12 +18,77 @@ begins when every worker has sent ApplyUpdate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-# messages of a worker to a server
+# messages of a worker about a block
+
+
+class BlockPull(msgspec.Struct, frozen=True):
+    """Copy the weights parts of chunks, once all have `version` or a newer version. The answer is
+    BlockPulled.
+    """
+
+    block: int
+    chunks: int
+    version: int  # the least number of updates that must have been applied to each chunk
+    # Destination: the flat buffer of the block's parameters from byte `first` on. At a server in
+    # another process, a function that makes the destination of a chunk.
+    into: Any
+    ticket: int
+    first: int = 0
+    worker: int = 0
+
+
+class BlockUpdate(msgspec.Struct, frozen=True):
+    """Apply the update rule to the held gradients."""
+
+    block: int
+    chunks: int
+    step: int  # the step that this update belongs to
+    hyper: Mapping[int, tuple[float, ...]]  # hyperparameters of each parameter group of the block
+    # factor for the gradient of each parameter of the block's trainable runs, in the order of the
+    # runs; None for a parameter without a gradient
+    scales: Sequence[float | None]
+    order: int  # blocks with smaller numbers are needed sooner
+    worker: int = 0
+
+
+class BlockPush(msgspec.Struct, frozen=True):
+    """Dense gradients. The answers are BlockAccumulated and BufferFree; see Push for the fields."""
+
+    block: int
+    chunks: int
+    grad: Any  # memory of the flat gradient of the whole block
+    fresh: bool
+    keep: bool
+    ticket: int
+    dtype: str = ""  # dtype of fp32 gradients that were downcast, else ""
+    # Updates of chunks, each of which follows the gradient of its chunk
+    update: BlockUpdate | None = None
+    worker: int = 0
+
+
+class BlockClose(msgspec.Struct, frozen=True):
+    """The sender's gradients of the chunks are complete, or there are none."""
+
+    block: int
+    chunks: int
+    step: int
+    worker: int = 0
+
+
+class BlockDiscard(msgspec.Struct, frozen=True):
+    """Drop the sender's gradients of the chunks."""
+
+    block: int
+    chunks: int
+    worker: int = 0
+
+
+# messages of a worker about a chunk; of these, a worker sends only a Push of a sparse gradient
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -116,6 +187,25 @@ class CommitDone(msgspec.Struct, frozen=True):
     step: int
 
 
+# answers to messages about a block
+
+
+class BlockPulled(msgspec.Struct, frozen=True):
+    """The weights parts of all chunks of a pull have been copied to their destination."""
+
+    ticket: int  # of the pull
+
+
+class BlockAccumulated(msgspec.Struct, frozen=True):
+    """The server holds the worker's gradients of all chunks of the block that this server holds or,
+    with several workers, the sums of all gradients.
+    """
+
+    server: int
+    block: int
+    sums: Any  # sums of squares, one per segment of these chunks, in the order of the table
+
+
 # messages of a server to a worker
 
 
@@ -143,7 +233,9 @@ class GradAccumulated(msgspec.Struct, frozen=True):
 
 
 class BufferFree(msgspec.Struct, frozen=True):
-    """The server no longer reads the memory of a push."""
+    """The server no longer reads the memory of a push. A worker gets this message once for all
+    chunks of a BlockPush.
+    """
 
     ticket: int  # of the push
 
@@ -281,6 +373,7 @@ class PeerLost(msgspec.Struct, frozen=True):
     why: str
 
 
+BlockMessage: TypeAlias = BlockPull | BlockPush | BlockClose | BlockUpdate | BlockDiscard
 GradientMessage: TypeAlias = Push | Close | ApplyUpdate | DiscardGrad
 WorkerMessage: TypeAlias = Pull | GradientMessage | EndStep | Commit | CommitDone
 ServerMessage: TypeAlias = (

@@ -63,20 +63,23 @@ class Prefetcher:
         self.used = {*blocks}  # the blocks in `past`
         self.now: list[int] = []  # the blocks used in this step, in order
         self.cursor = 0  # index in `past` of the predicted next block
-        # The block that was requested and is not in use yet. It gets a slot first.
-        self.needed: int | None = None
-
-    def shrink(self, slots: int) -> None:
-        """Reduce the number of slots. Allowed only before the first pull."""
-        assert not self.where and slots >= 2
-        del self.slots[slots:]
+        # The blocks that were requested and are not in use yet, most urgent first. They get slots
+        # before all other blocks.
+        self.needed: list[int] = []
 
     def request(self, block: int) -> list[PullBlock]:
         """Request `block` for immediate use. The block is usable once `here(block)` is a slot."""
-        self._follow(block)
-        self.now.append(block)
-        self.needed = block
+        self.follow(block)
+        return self.prefer(block)
+
+    def prefer(self, block: int) -> list[PullBlock]:
+        """Make `block` the most urgent of the requested blocks, without recording a use."""
+        self.needed = [block, *(b for b in self.needed if b != block)]
         return self._plan()
+
+    def give_up(self, block: int) -> None:
+        """Withdraw the request of `block`."""
+        self.needed = [b for b in self.needed if b != block]
 
     def arrived(self, slot: int) -> list[PullBlock]:
         held = self.slots[slot]
@@ -93,8 +96,7 @@ class Prefetcher:
         slot = self.where[block]
         self.slots[slot].enter(SlotPhase.USED)
         self.slots[slot].uses += 1
-        if self.needed == block:
-            self.needed = None
+        self.give_up(block)
         return slot
 
     def returned(self, slot: int) -> list[PullBlock]:
@@ -123,7 +125,12 @@ class Prefetcher:
 
     # decisions
 
-    def _follow(self, block: int) -> None:
+    def follow(self, block: int) -> None:
+        """Record that `block` is used next in this step."""
+        self._move_to(block)
+        self.now.append(block)
+
+    def _move_to(self, block: int) -> None:
         past = self.past
         if self.cursor < len(past) and past[self.cursor] == block:
             self.cursor += 1
@@ -136,12 +143,10 @@ class Prefetcher:
 
     def _upcoming(self) -> list[int]:
         """Return distinct blocks in the order of their next use, also of the next step. The
-        requested block is the first.
+        requested blocks are the first.
         """
-        seen: dict[int, None] = {} if self.needed is None else {self.needed: None}
-        enough = min(
-            2 * len(self.slots) + 1, len(self.used) + (len(seen) and self.needed not in self.used)
-        )
+        seen = dict.fromkeys(self.needed)
+        enough = min(2 * len(self.slots) + 1, len(self.used | seen.keys()))
         for block in chain(islice(self.past, self.cursor, None), self.past):
             if len(seen) >= enough:
                 break
@@ -191,7 +196,7 @@ class Prefetcher:
             assert self.slots[slot].block == block and not self.slots[slot].stale
         live = [s.block for s in self.slots if s.block is not None and not s.stale]
         assert len(live) == len(set(live)) == len(self.where)
-        assert set(self.past) == self.used
+        assert set(self.past) == self.used and len(set(self.needed)) == len(self.needed)
         assert 0 <= self.cursor <= len(self.past)
         for held in self.slots:
             assert (held.uses > 0) == (held.phase is SlotPhase.USED)

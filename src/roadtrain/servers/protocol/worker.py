@@ -13,6 +13,9 @@ The phases of a block's gradient in a step:
 With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
 arrive once, after all workers have closed the gradient.
 
+Messages are about blocks. A block has one message for each server that holds chunks of it, and one
+answer to it, so the work for a block does not grow with the number of its chunks.
+
 Memory is bounded (Rule 4): at most 2 steps, or as many as the staleness if larger, are uncommitted.
 Servers may keep all gradient buffers except two until the update.
 """
@@ -24,17 +27,21 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roadtrain.chunks import Chunk, ChunkTable
+from msgspec.structs import replace
+
+from roadtrain.chunks import ChunkTable
 from roadtrain.errors import LoopError
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.protocol.block_state import BlockState, GradPhase, SquareSums
+from roadtrain.servers.protocol.block_state import BlockLayout, BlockState, GradPhase, SquareSums
+from roadtrain.servers.protocol.blocks import bit_of
 from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
-from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
+from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock, SlotPhase
 
 # Most steps that have ended but are not committed, unless the staleness is higher.
 UNCOMMITTED = 2
 NEVER_KEPT = 2  # number of gradient buffers that servers must not keep until the update
 
+Pulls = Sequence[tuple[int, messages.BlockPull]]  # each with its server
 # A function from a parameter index to the factor for its gradient, or None without a gradient.
 Scales = Callable[[int], float | None]
 
@@ -46,29 +53,21 @@ class SendTo:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPull:
-    chunk: Chunk
-    version: int
-    ticket: int
-    server: int
-    at: int  # byte offset in the target
-
-
-@dataclass(frozen=True, slots=True)
 class StartPulls:
-    """Send the pulls as soon as the GPU no longer reads the buffer `target` (an int is a slot's
-    number).
+    """Send each pull to its server, as soon as the GPU no longer reads the destination `target` (an
+    int is a slot's number).
     """
 
     target: Hashable
-    pulls: Sequence[ChunkPull]
+    pulls: Pulls
 
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy the buffer `target` to the GPU, because all pulls into it have arrived."""
+    """Copy the slot `source`, into which a block was pulled, to the device slot `slot`."""
 
-    target: Hashable
+    source: int
+    slot: int
     block: int
 
 
@@ -88,6 +87,8 @@ class WorkerSetup:
     compute_blocks: Sequence[int]  # in the order of a forward
     slots: int
     buffers: int  # number of gradient buffers
+    # number of slots on the device; 0 if blocks run on the CPU, directly on `slots`
+    device_slots: int = 0
     workers: int = 1  # number of workers whose gradients are averaged
     # Number of updates that a step's parameters may lack. With 1, they always lack the last update.
     staleness: int = 0
@@ -109,15 +110,23 @@ class WorkerStateMachine:
         self._residual_blocks = frozenset(setup.residual_block.values())
         self.commit = self._commit_from(setup.committed)
         self.prefetch = Prefetcher(setup.slots, setup.compute_blocks)
+        # With a device, `prefetch` decides about host memory. A block is then used on the host only
+        # while its copy to a device slot begins.
+        self.on_device = (
+            Prefetcher(setup.device_slots, setup.compute_blocks) if setup.device_slots else None
+        )
+        self._to_copy: list[PullBlock] = []  # copies to the device that have not begun, in order
         self.order = {block: i + 1 for i, block in enumerate(setup.compute_blocks)}
-        self.blocks = [BlockState(setup.committed, setup.committed) for _ in self.table.blocks]
-        # version of each chunk after all updates that have begun
-        self.chunk_version = [0] * len(self.table.chunks)
-        self._updated_in = [setup.committed] * len(self.table.chunks)
+        self.layouts = [BlockLayout(block, setup.owners) for block in self.table.blocks]
+        self.blocks = [
+            BlockState(setup.committed, setup.committed, layout.versions_at(setup.committed))
+            for layout in self.layouts
+        ]
         self._tickets = itertools.count(1)
-        self._pulls: dict[int, tuple[int, Hashable]] = {}  # ticket of a pull -> (block, target)
+        self._pulls: dict[int, Hashable] = {}  # ticket of a pull -> its target
         self._coming: dict[Hashable, int] = {}  # target -> number of pulls that have not arrived
-        self.slot_version = [0] * setup.slots  # version of the block in each slot
+        self._host_version = [0] * setup.slots  # version of the block in each slot
+        self._device_version = [0] * setup.device_slots
         self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
         self._root_version = -1  # the last version of the root that was requested
         # residual blocks whose permanent buffer has the newest values
@@ -129,7 +138,6 @@ class WorkerStateMachine:
         self._read_by: dict[Hashable, int] = {}  # buffer -> number of pushes that still read it
         # step -> the word of each worker; added when all workers have ended the step
         self.words: dict[int, Sequence[bytes]] = {}
-        self.copying = 0  # number of gradients that are being copied from the device
 
     def _commit_from(self, committed: int) -> CommitStateMachine:
         setup = self.setup
@@ -140,10 +148,10 @@ class WorkerStateMachine:
     def handle(self, message: Any) -> list[Action]:
         """Handle a message from a server."""
         match message:
-            case messages.Pulled(ticket, _):
+            case messages.BlockPulled(ticket):
                 return self._pulled(ticket)
-            case messages.GradAccumulated(chunk, sums):
-                self.blocks[self.table.chunks[chunk].block].add_sums(chunk, sums)
+            case messages.BlockAccumulated(server, block, sums):
+                self.blocks[block].add_sums(server, sums)
             case messages.BufferFree(ticket):
                 self._read(ticket)
             case messages.Written():
@@ -161,12 +169,19 @@ class WorkerStateMachine:
     # questions
 
     @property
+    def _computes(self) -> Prefetcher:
+        """The Prefetcher of the slots on which blocks run."""
+        return self.prefetch if self.on_device is None else self.on_device
+
+    @property
     def open_step(self) -> int:
         return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
-        """Return the slot of `block` if its parameters have arrived, else None."""
-        return self.prefetch.here(block)
+        """Return the slot of `block`, on the device if there is one, if its parameters have
+        arrived, else None.
+        """
+        return self._computes.here(block)
 
     def slot_in_use(self, block: int) -> int:
         """Return the slot in which `block` is used, the latest if there are several."""
@@ -187,12 +202,6 @@ class WorkerStateMachine:
         """Return whether servers still read gradients from this buffer."""
         return buffer in self._read_by
 
-    def may_send(self) -> bool:
-        """Return whether a message about a gradient may be sent, because no gradient is being
-        copied from the GPU.
-        """
-        return not self.copying
-
     def workers_of(self, block: int) -> int:
         """Return the number of workers whose gradients update `block`."""
         return 1 if block in self._residual_blocks else self.setup.workers
@@ -204,11 +213,6 @@ class WorkerStateMachine:
 
     def sums_here(self, block: int) -> bool:
         return not self.blocks[block].sums.due
-
-    def unchanged(self, block: int) -> list[Chunk]:
-        """Return the trainable chunks that the open step's update of `block` leaves unchanged."""
-        chunks = self.table.blocks[block].trainable
-        return [c for c in chunks if self._updated_in[c.id] != self.blocks[block].updated_in]
 
     def check_takes_grad(self, block: int) -> None:
         """Raise LoopError if the update of `block` has begun."""
@@ -241,17 +245,64 @@ class WorkerStateMachine:
 
     def fetch_block(self, block: int) -> list[Action]:
         """Request `block` for a forward or backward, in any slot."""
-        return self._plan(self.prefetch.request(block))
+        if self.on_device is None:
+            return self._plan(self.prefetch.request(block))
+        return self._copy(self.on_device.request(block))
 
-    def use_block(self, block: int) -> int:
-        """Start using `block`, and return its slot."""
-        slot = self.prefetch.use(block)
+    def use_block(self, block: int) -> tuple[int, int]:
+        """Start using `block`, and return (slot, version of the parameters)."""
+        slot = self._computes.use(block)
         self._uses.setdefault(block, []).append(slot)
-        return slot
+        versions = self._host_version if self.on_device is None else self._device_version
+        return slot, versions[slot]
 
     def release_block(self, block: int) -> list[Action]:
         """Stop using `block`."""
-        return self._plan(self.prefetch.returned(self._uses[block].pop()))
+        slot = self._uses[block].pop()
+        if self.on_device is None:
+            return self._plan(self.prefetch.returned(slot))
+        return self._copy(self.on_device.returned(slot))
+
+    def fetch_to_host(self, block: int) -> list[Action]:
+        """Request `block` for a use on the host."""
+        return self._plan(self.prefetch.request(block))
+
+    def is_on_host(self, block: int) -> bool:
+        return self.prefetch.here(block) is not None
+
+    def use_on_host(self, block: int) -> int:
+        """Start a use of `block` on the host, and return its slot."""
+        return self.prefetch.use(block)
+
+    def release_on_host(self, slot: int) -> list[Action]:
+        return self._plan(self.prefetch.returned(slot))
+
+    def _copy(self, copies: Sequence[PullBlock]) -> list[Action]:
+        """Add copies to device slots, and begin those that are possible now."""
+        self._to_copy += copies
+        return self._copy_next()
+
+    def _copy_next(self) -> list[Action]:
+        """Begin the copies to the device whose blocks have arrived on the host. Their order is
+        that of `_to_copy`, but blocks that are needed now are first.
+        """
+        device, out = self.on_device, list[Action]()
+        while device is not None and self._to_copy:
+            copy = min(self._to_copy, key=lambda copy: copy.block not in device.needed)
+            block = copy.block
+            if self.prefetch.needed[:1] != [block]:
+                out += self._plan(self.prefetch.prefer(block))
+            slot = self.prefetch.here(block)
+            if slot is None:
+                break
+            self._to_copy.remove(copy)
+            self.prefetch.follow(block)
+            self._device_version[copy.slot] = self._host_version[self.prefetch.use(block)]
+            out.append(CopyIn(slot, copy.slot, block))
+            # A pull into `slot` begins after the copy.
+            out += self._plan(self.prefetch.returned(slot))
+            self._to_copy += device.arrived(copy.slot)
+        return out
 
     def fetch_into(self, block: int, target: Hashable) -> list[Action]:
         """Pull `block` into the buffer `target`, which is not a slot."""
@@ -262,50 +313,47 @@ class WorkerStateMachine:
     def fetch_newest(self, number: int, target: Hashable) -> list[Action]:
         """Pull the version of a chunk that includes all updates that have begun."""
         chunk = self.table.chunks[number]
-        pull = self._ticket(chunk.block, chunk, self.chunk_version[number], target, 0)
-        return [StartPulls(target, [pull])]
+        block = self.table.blocks[chunk.block]
+        bit, state = bit_of(block, number), self.blocks[block.index]
+        version = next(v for (v, _), chunks in state.versions.items() if chunks & bit)
+        pull = self._pull_of(block.index, bit, version, target, chunk.offset)
+        return [StartPulls(target, [(self.owners[number][0], pull)])]
 
     def _plan(self, pulls: Sequence[PullBlock]) -> list[Action]:
         out: list[Action] = []
         for pull in pulls:
-            self.slot_version[pull.slot] = self.blocks[pull.block].version
+            self._host_version[pull.slot] = self.blocks[pull.block].version
             out.append(self._pull(pull.block, pull.slot))
         return out
 
     def _pull(self, block: int, target: Hashable) -> Action:
         assert target not in self._coming
-        chunks = self.table.blocks[block].chunks
-        return StartPulls(
-            target, [self._ticket(block, c, self._version_for(c), target, c.offset) for c in chunks]
-        )
+        versions = self.blocks[block].to_pull(self.commit.ended, self.setup.staleness)
+        pulls = [
+            (server, self._pull_of(block, part, version, target))
+            for server, pulled in self.layouts[block].pulls.items()
+            for version, chunks in versions.items()
+            if (part := chunks & pulled)
+        ]
+        return StartPulls(target, pulls)
 
-    def _ticket(
-        self, block: int, chunk: Chunk, version: int, target: Hashable, at: int
-    ) -> ChunkPull:
+    def _pull_of(
+        self, block: int, chunks: int, version: int, target: Hashable, first: int = 0
+    ) -> messages.BlockPull:
         ticket = next(self._tickets)
-        self._pulls[ticket] = block, target
+        self._pulls[ticket] = target
         self._coming[target] = self._coming.get(target, 0) + 1
-        return ChunkPull(chunk, version, ticket, self.owners[chunk.id][0], at)
+        return messages.BlockPull(block, chunks, version, None, ticket, first)
 
     def _pulled(self, ticket: int) -> list[Action]:
-        block, target = self._pulls.pop(ticket)
+        target = self._pulls.pop(ticket)
         self._coming[target] -= 1
         if self._coming[target]:
             return []
         del self._coming[target]
-        more = self._plan(self.prefetch.arrived(target)) if isinstance(target, int) else []
-        return [CopyIn(target, block), *more]
-
-    def _version_for(self, chunk: Chunk) -> int:
-        """Return the version of the chunk for the open step, or for the next step if its update has
-        begun.
-        """
-        version, staleness = self.chunk_version[chunk.id], self.setup.staleness
-        if staleness > 1:  # any available version is recent enough, because of `may_end`
-            return version - staleness
-        last = max(self.commit.ended, self.blocks[chunk.block].updated_in)
-        late = staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
-        return version - bool(late)
+        if not isinstance(target, int):
+            return []
+        return [*self._plan(self.prefetch.arrived(target)), *self._copy_next()]
 
     # pushes
 
@@ -318,45 +366,49 @@ class WorkerStateMachine:
         if buffer in self.pool:
             self.free.append(buffer)
 
-    def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
+    def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[SendTo]:
         """Send the compressed gradient of one chunk, which needs no gradient buffer."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
         return [SendTo(push, self.owners[chunk])]
 
     def send_dense(
         self,
+        block: int,
         buffer: Hashable,
-        pieces: Sequence[tuple[Chunk, Any, str]],
+        grad: Any,
         fresh: bool,
-        then: Mapping[int, SendTo],
-        keep_always: bool,
-    ) -> list[Action]:
-        """Send gradients from `buffer`, which becomes free when all servers have read them. They
-        must have been copied to the host.
+        updates: Sequence[SendTo] = (),
+        *,
+        keep_always: bool = False,
+        dtype: str = "",
+    ) -> list[SendTo]:
+        """Send the gradients of `block` from `buffer`, which becomes free when all servers have
+        read them. They must have been copied to the host.
 
         Args:
+            block: Index of the block.
             buffer: Key of the buffer.
-            pieces: For each chunk, (chunk, gradient, dtype). `dtype` is the type to which the
-                gradient was downcast, or "" without a downcast.
+            grad: Memory of the flat gradient of the block.
             fresh: Whether the gradients replace the servers' gradients, instead of being added.
-            then: Chunk number -> the message to send directly after the gradient of the chunk.
+            updates: The actions of `begin_update` if its updates follow the gradients.
             keep_always: Whether servers may keep all gradient buffers until the update. Allowed
                 only if updates begin before step() is called.
+            dtype: The type to which fp32 gradients were downcast, or "" without a downcast.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
         if keep and fresh and pooled:
             self.kept.add(buffer)
-        out: list[Action] = []
-        for chunk, grad, dtype in pieces:
-            for server in self.owners[chunk.id]:
-                ticket = next(self._tickets)
-                self._pushes[ticket] = buffer
-                self._read_by[buffer] = self._read_by.get(buffer, 0) + 1
-                push = messages.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype)
-                out.append(SendTo(push, (server,)))
-            if chunk.id in then:
-                out.append(then[chunk.id])
+        update_of = {server: say.message for say in updates for server in say.servers}
+        out: list[SendTo] = []
+        for server, chunks in self.layouts[block].holders.items():
+            ticket = next(self._tickets)
+            self._pushes[ticket] = buffer
+            self._read_by[buffer] = self._read_by.get(buffer, 0) + 1
+            push = messages.BlockPush(
+                block, chunks, grad, fresh, keep, ticket, dtype, update_of.get(server)
+            )
+            out.append(SendTo(push, (server,)))
         return out
 
     def _read(self, ticket: int) -> None:
@@ -381,19 +433,24 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def close_grad(self, block: int) -> list[Action]:
-        """Close this worker's gradient of `block`. Requires `may_send` and `is_open(block)`."""
+        """Close this worker's gradient of `block`. Requires `is_open(block)`."""
         self._close(block)
-        chunks = self.table.blocks[block].trainable
-        return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
+        trainable = self.layouts[block].trainable
+        return [*self._to_holders(messages.BlockClose(block, trainable, self.open_step))]
 
     def _expect_sums(self, block: int) -> None:
-        """Expect one GradAccumulated message about `block` from each server of each chunk."""
+        """Expect one BlockAccumulated message about `block` from each server."""
         due = self.blocks[block].sums.due
-        for chunk in self.table.blocks[block].trainable:
-            due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
+        for server in self.layouts[block].holders:
+            due[server] = due.get(server, 0) + 1
 
-    def _discard(self, chunks: Sequence[Chunk]) -> list[Action]:
-        return [SendTo(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
+    def _discard(self, block: int, bits: int) -> list[SendTo]:
+        return self._to_holders(messages.BlockDiscard(block, bits))
+
+    def _to_holders(self, message: Any) -> list[SendTo]:
+        """Send each server the part of a message that is about its chunks."""
+        parts = self.layouts[message.block].at_holders(message.chunks)
+        return [SendTo(replace(message, chunks=part), (server,)) for server, part in parts]
 
     def _close(self, block: int) -> None:
         if self.is_open(block):
@@ -402,14 +459,14 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def drop_grad(self, block: int) -> list[Action]:
-        """Drop the gradient of `block`. Requires `may_send` and `sums_here(block)`."""
+        """Drop the gradient of `block`. Requires `sums_here(block)`."""
         state = self.blocks[block]
         assert state.held and not state.sums.due
         self.current.discard(block)
         state.enter(GradPhase.EMPTY)
         state.present.clear()
         state.sums = SquareSums()
-        return self._discard(self.table.blocks[block].trainable)
+        return [*self._discard(block, self.layouts[block].trainable)]
 
     def begin_update(
         self,
@@ -417,27 +474,27 @@ class WorkerStateMachine:
         step: int,
         hyperparameters: Mapping[int, tuple[float, ...]],
         scales: Scales,
-    ) -> list[Action]:
+    ) -> list[SendTo]:
         """Begin the update of `block` as part of `step`. Later pulls request the next version.
 
         Parameters for which `scales(param)` is None are not updated. A single worker skips chunks
         without a gradient. If there are several workers, each requests the update of every chunk.
         """
         state, workers = self.blocks[block], self.workers_of(block)
+        layout = self.layouts[block]
         assert step == self.open_step
         self._close(block)
-        out: list[Action] = []
-        for chunk in self.table.blocks[block].trainable:
-            scaled = [scales(s.param) if s.param in state.present else None for s in chunk.spans]
-            if workers > 1:
-                scaled = [None if s is None else s / workers for s in scaled]
-            elif all(s is None for s in scaled):
-                continue
-            self.chunk_version[chunk.id] += 1
-            self._updated_in[chunk.id] = step
-            hyper, order = hyperparameters[chunk.group], self.order.get(block, 0)
-            update = messages.ApplyUpdate(chunk.id, step, hyper, scaled, order)
-            out.append(SendTo(update, self.owners[chunk.id]))
+        scaled = [scales(p) if p in state.present else None for p, _ in layout.params]
+        bits = layout.trainable
+        if workers > 1:
+            scaled = [None if s is None else s / workers for s in scaled]
+        else:
+            bits = 0
+            for (_, chunks), scale in zip(layout.params, scaled):
+                bits |= 0 if scale is None else chunks
+        state.begin_update(bits, step)
+        hyper, order = {g: hyperparameters[g] for g in layout.groups}, self.order.get(block, 0)
+        out = self._to_holders(messages.BlockUpdate(block, bits, step, hyper, scaled, order))
         if out:
             self._new_version(block)
             state.changed_in = step
@@ -448,14 +505,29 @@ class WorkerStateMachine:
     def end_update(self, block: int) -> list[Action]:
         """Finish an update after the actions of `begin_update` were carried out.
 
-        Drops the gradients of `unchanged` chunks. This requires `may_send` and `sums_here(block)`.
+        Drops the gradients of chunks that the update leaves unchanged. This requires
+        `sums_here(block)`.
         """
-        self.blocks[block].present.clear()
-        return self._discard(self.unchanged(block))
+        state = self.blocks[block]
+        state.present.clear()
+        return [*self._discard(block, state.unchanged()), *self._copy_next()]
 
     def _new_version(self, block: int) -> None:
         self.blocks[block].version += 1
-        self.prefetch.updated([block])
+        self._updated([block])
+
+    def _updated(self, blocks: Sequence[int]) -> None:
+        """Drop the parameters of these blocks. Copies of them that have not begun are given up, and
+        `_copy_next` begins those that follow.
+        """
+        self.prefetch.updated(blocks)
+        if self.on_device is not None:
+            self.on_device.updated(blocks)
+            given_up = [copy for copy in self._to_copy if copy.block in blocks]
+            self._to_copy = [copy for copy in self._to_copy if copy.block not in blocks]
+            for copy in given_up:
+                self.prefetch.give_up(copy.block)
+                self._to_copy += self.on_device.arrived(copy.slot)
 
     # steps
 
@@ -472,7 +544,8 @@ class WorkerStateMachine:
             if 1 <= step - state.changed_in <= self.setup.staleness:
                 self._new_version(block)
             state.end_step()
-        return [*out, *self._plan(self.prefetch.stepped())]
+        out += self._plan(self.prefetch.stepped())
+        return out if self.on_device is None else [*out, *self._copy(self.on_device.stepped())]
 
     def job_state(self, step: int, blob: Any) -> list[Action]:
         """Record this worker's job state after `step`."""
@@ -484,16 +557,20 @@ class WorkerStateMachine:
         """
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)
-        self.chunk_version = [0] * len(self.chunk_version)
-        self._updated_in = [step] * len(self._updated_in)
-        for state in self.blocks:
+        for state, layout in zip(self.blocks, self.layouts):
+            state.versions = layout.versions_at(step)
             state.version += 1
             state.updated_in = state.changed_in = step
         self.current.clear()
-        self.prefetch.updated(range(len(self.blocks)))
+        self._updated(range(len(self.blocks)))
 
     def check(self) -> None:
         self.prefetch.check()
+        if self.on_device is not None:
+            self.on_device.check()
+            coming = {i for i, s in enumerate(self.on_device.slots) if s.phase is SlotPhase.COMING}
+            assert {copy.slot for copy in self._to_copy} == coming
+            assert len(self._to_copy) == len(coming)
         self.commit.check()
         setup, ended = self.setup, self.commit.ended
         assert ended - self.commit.committed <= max(UNCOMMITTED, setup.staleness)

@@ -188,8 +188,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         match event:
             case m.Pull():
                 return [*self._pull(event)]
-            case m.Pulled(ticket):
-                return [*self._pulled(ticket)]
+            case m.Pulled():
+                return [*self._pulled(event)]
             case Announce() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return self._gradient(event)
             case ExponentsArrived(chunk, number):

@@ -1,0 +1,239 @@
+"""Measure the path between host memory and a device.
+
+    memory  device memory that a session plans for the shapes of large models
+    races   changes of the code that cause a race, and what finds each
+    bus     the step of a model of 420 M parameters behind an emulated bus, in both directions
+
+`memory` needs no memory: the models are on the meta device. `races` and `bus` run on an emulated
+device. In `bus`, the bus is so slow that the parameters and gradients of a step need as long as the
+computation, or half as long, if they use it one after the other. The code of the second edition had
+a single stream for both directions; here, one stream is used for both instead of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import roadtrain
+from benchmarks.common import model420
+from benchmarks.common.report import Report, Row
+from benchmarks.common.rows import row
+from benchmarks.device import races
+from roadtrain.chunks import ChunkTable
+from roadtrain.lab.emulated_device import EmulatedDevice
+from roadtrain.options.budgets import derive_device
+from roadtrain.streaming.split import split, table
+from roadtrain.units import GIB
+
+ITEMS = ("memory", "races", "bus")
+DEVICE = 80 * GIB
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Llama-3-8B": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        **HEADS,
+    },
+    "Llama-3-70B": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "vocab_size": 128256,
+        **HEADS,
+        "num_attention_heads": 64,
+    },
+    "Mixtral-8x7B": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        **HEADS,
+    },
+}
+MOST = {"Llama-3-8B": 8, "Llama-3-70B": 20}  # GiB besides block inputs
+RANK = 16  # of LoRA
+SECONDS, STEPS = 8.0, 5  # of a step of the model of 420 M parameters, and number of steps
+
+
+def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
+    rows: list[Row] = []
+    for item in only or ITEMS:
+        rows += {"memory": memory, "races": found, "bus": bus}[item](quick)
+    return Report("device", rows)
+
+
+# memory
+
+
+def memory(quick: bool) -> list[Row]:
+    rows = []
+    for name, config in MODELS.items():
+        for lora in (False, True):
+            made = chunk_table(config, lora=lora)
+            found = derive_device(made, made.blocks[1:], DEVICE)
+            goal = f"ours <= {MOST[name] * GIB / 1e9}" if name in MOST else None
+            case = f"{name}, {'LoRA' if lora else 'all parameters'}"
+            held = found.total - found.activation_bytes
+            rows.append(row(case, "planned besides block inputs", "GB", held, goal=goal))
+    return rows
+
+
+def chunk_table(config: Mapping[str, Any], *, lora: bool) -> ChunkTable:
+    """Lay out the parameters of a model in bf16. `lora`: whether only adapters of rank RANK of all
+    linear layers are trained."""
+    with torch.device("meta"):
+        whole = AutoConfig.for_model(**config)
+        model = AutoModelForCausalLM.from_config(whole, dtype=torch.bfloat16)
+        if lora:
+            add_adapters(model)
+    parts = split(model)
+    groups = {p: 0 for p in model.parameters() if p.requires_grad}
+    return table(parts, groups, torch.bfloat16)
+
+
+def add_adapters(model: nn.Module) -> None:
+    model.requires_grad_(requires_grad=False)
+    for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        module.adapter_a = nn.Linear(module.in_features, RANK, bias=False, dtype=torch.bfloat16)
+        module.adapter_b = nn.Linear(RANK, module.out_features, bias=False, dtype=torch.bfloat16)
+
+
+# races
+
+
+def found(quick: bool) -> list[Row]:
+    @functools.cache
+    def expected(**case: bool) -> list[float]:
+        return races.train(None, **case)
+
+    rows, missed = [], 0
+    for change in races.CHANGES[:: 5 if quick else 1]:
+        by = races.found_by(change, expected)
+        missed += not by
+        rows.append(row(f"race: {change.what}", by or "not found", "found", float(bool(by))))
+    return [*rows, row("races", "not found", "changes", missed, goal="ours == 0")]
+
+
+# the bus
+
+
+class Sleep(torch.autograd.Function):
+    """Computes for `seconds` in forward, and twice as long in backward, without the processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(2 * ctx.seconds)
+        return grad, torch.zeros_like(weight), None
+
+
+class Layer(nn.Module):
+    def __init__(self, elements: int, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.seconds = (
+            nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16)),
+            seconds,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Layers(nn.Module):
+    """Layers of the size of those of the model of 420 M parameters. A step with recomputation takes
+    `seconds`."""
+
+    def __init__(self, seconds: float, layers: int) -> None:
+        super().__init__()
+        of_layer = 4 * model420.WIDTH**2 + 3 * model420.WIDTH * model420.INNER
+        self.layers = nn.ModuleList(Layer(of_layer, seconds / 4 / layers) for _ in range(layers))
+        self.last = nn.Linear(1, 1, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        for layer in self.layers:
+            x = run(layer, x)
+        return self.last(x).square().mean()
+
+
+def bus(quick: bool) -> list[Row]:
+    seconds, layers = (1.0, 4) if quick else (SECONDS, model420.LAYERS)
+    plain = _step(Layers(seconds, layers), None)
+    rows = [row("bus", "computation of a step", "s", plain)]
+    return rows + [line for share in (1.0, 0.5) for line in _bus(share, plain, seconds, layers)]
+
+
+def _bus(share: float, compute: float, seconds: float, layers: int) -> list[Row]:
+    """Compare steps with one and with two streams. The bus needs `share` of the seconds of
+    `compute` for all bytes of a step, one after the other."""
+    model = Layers(seconds, layers)
+    made = table(split(model), dict.fromkeys(model.parameters(), 0), torch.bfloat16)
+    block = made.blocks[1]
+    # the last block stays on the device from forward to backward
+    into, out = (2 * layers - 1) * block.pull_nbytes, layers * block.push_nbytes
+    rate = (into + out) / (share * compute)
+    floor = max(compute, into / rate, out / rate) + (block.pull_nbytes + block.push_nbytes) / rate
+    steps = {}
+    for streams in (1, 2):
+        device = EmulatedDevice(into_rate=rate, out_rate=rate, late_s=0.0, checked=False)
+        if streams == 1:
+            device.out = device.into
+        steps[streams] = _step(Layers(seconds, layers), device)
+    case = f"bus: all bytes in {share:g} of the computation"
+    step = row(case, "step", "s", steps[2], (steps[1], "one stream"), of_floor=steps[2] / floor)
+    return [replace(step, goal="of_floor <= 1.05", met=steps[2] <= 1.05 * floor)]
+
+
+def _step(model: Layers, device: EmulatedDevice | None) -> float:
+    """Return the median seconds of a step on the device, or in plain torch without an optimizer if
+    `device` is None."""
+    run = checkpoint if device is None else _call
+    x, seconds = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True), []
+    with ExitStack() as stack:
+        optimizer = None
+        if device is not None:
+            stack.enter_context(device.active())
+            optimizer = roadtrain.place(
+                model,
+                model420.adamw(model.parameters()),
+                backwards_per_step=1,
+                device_budget="2GiB",
+                report=lambda _: None,
+            )
+            stack.enter_context(optimizer)
+        for _ in range(STEPS):
+            began = time.monotonic()
+            model(x, run).backward()  # type: ignore[no-untyped-call]
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+            seconds.append(time.monotonic() - began)
+    return median(seconds[1:])
+
+
+def _call(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x)
