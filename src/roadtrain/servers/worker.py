@@ -11,8 +11,6 @@ buffer on the GPU to pinned host memory, and on to the servers.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,6 +26,7 @@ from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError,
 from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.options.budgets import WorkerBudgets
 from roadtrain.servers.connection import NO_ANSWER, SLOW, MessageLink
+from roadtrain.servers.process_lock import ProcessLock
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol import worker as w
 from roadtrain.servers.protocol.commit import Diverged
@@ -35,36 +34,9 @@ from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
 from roadtrain.servers.square_sums import BlockSegments
 from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker_buffers import WorkerBuffers
-from roadtrain.streaming.released import in_child
 from roadtrain.units import round_up
 
 Gradient: TypeAlias = DeviceBuffer | HostBuffer  # the buffer of a laid-out gradient
-
-
-class ProcessLock(threading.Condition):
-    """A condition that can only be used in the process that created it, not in a forked child.
-
-    `interrupted` is True if Ctrl-C has stopped a change of the guarded state halfway.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker = os.getpid()
-        self.waiting = self.interrupted = False
-
-    def check_process(self) -> None:
-        """Raise LoopError in a forked child."""
-        if os.getpid() != self.maker:
-            raise in_child(self.maker)
-
-    def __enter__(self) -> bool:
-        self.check_process()
-        return super().__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self.interrupted |= kind is KeyboardInterrupt and not self.waiting
-        self.waiting = False
-        super().__exit__(kind, *rest)
 
 
 class Worker:

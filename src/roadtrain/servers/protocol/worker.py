@@ -225,9 +225,7 @@ class WorkerStateMachine:
             )
 
     def committed_before_end(self, step: int) -> int:
-        """Return the step that must be committed before `step` may end, so that memory is
-        bounded.
-        """
+        """Return the step that must be committed before `step` may end: this bounds memory."""
         return step - max(UNCOMMITTED, self.setup.staleness)
 
     @property
@@ -444,9 +442,6 @@ class WorkerStateMachine:
         for server in self.layouts[block].holders:
             due[server] = due.get(server, 0) + 1
 
-    def _discard(self, block: int, bits: int) -> list[SendTo]:
-        return self._to_holders(messages.BlockDiscard(block, bits))
-
     def _to_holders(self, message: Any) -> list[SendTo]:
         """Send each server the part of a message that is about its chunks."""
         parts = self.layouts[message.block].at_holders(message.chunks)
@@ -466,7 +461,7 @@ class WorkerStateMachine:
         state.enter(GradPhase.EMPTY)
         state.present.clear()
         state.sums = SquareSums()
-        return [*self._discard(block, self.layouts[block].trainable)]
+        return [*self._to_holders(messages.BlockDiscard(block, self.layouts[block].trainable))]
 
     def begin_update(
         self,
@@ -510,7 +505,8 @@ class WorkerStateMachine:
         """
         state = self.blocks[block]
         state.present.clear()
-        return [*self._discard(block, state.unchanged()), *self._copy_next()]
+        discard = messages.BlockDiscard(block, state.unchanged())
+        return [*self._to_holders(discard), *self._copy_next()]
 
     def _new_version(self, block: int) -> None:
         self.blocks[block].version += 1
