@@ -5,7 +5,6 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import SEGMENT
-from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.released import is_released
 from roadtrain.streaming.split import DTYPES, split, table
@@ -95,13 +94,13 @@ class Streamed:
         self.source = ToySource(self.table, self.params)
         self.ends = 0
         self.stream = BlockStream(
-            model,
             self.split,
             self.table,
             self.source,
             "cpu",
             self.ended,
-            activations=Activations(budget, scratch, "cpu"),
+            activation_bytes=budget,
+            scratch_dir=scratch,
         )
         self.activations = self.stream.activations
         self.root = torch.from_numpy(self.source.bytes[0])

@@ -123,6 +123,9 @@ class PlanMemory:
     slots: Integer = Field(default=3, ge=2)  # number of blocks with parameters on the device
     buffers: Count = 3  # number of records that a server processes at once
     pushes: Whole = 0  # number of buffers, each for the gradients of one block
+    # number of blocks whose gradients are on the device at once, if parameters are streamed; 0: one
+    # tensor's gradient
+    device_gradients: Whole = 0
     kept: Whole = 0  # number of blocks that a relay keeps from forward to backward
     chunk: Whole = 0  # elements per record; 0 divides each block into a few records
     root: Flag = True  # embeddings and output layer stay on the device and use no slot

@@ -54,13 +54,16 @@ class Accelerator:
     Attributes:
         into: The stream of all copies to the device.
         out: The stream of all copies from the device.
-        held: Bytes of device memory in DeviceBuffers.
+        held: Bytes of device memory in buffers and kept inputs of blocks.
+        peak: The maximum of `held` so far.
+        budgets: The device budget of each open session.
         report: A function that is called with a sentence if host memory cannot be pinned.
         is_refused: Whether the system has refused to pin host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.held = device, 0
+        self.device, self.held, self.peak = device, 0, 0
+        self.budgets: list[int] = []
         self.report: Callable[[str], None] = print
         self.is_refused = False
         self.into, self.out = self.new_stream(), self.new_stream()
@@ -126,6 +129,19 @@ class Accelerator:
     def set_current(self) -> None:
         """Make this device the current device of the calling thread."""
         torch.accelerator.set_device_index(self.device.index)
+
+    def count(self, nbytes: int) -> None:
+        """Add `nbytes`, which may be negative, to `held`. Raises BudgetError if the open sessions
+        would hold more than their budgets."""
+        budget = sum(self.budgets)
+        if nbytes > 0 and self.budgets and self.held + nbytes > budget:
+            raise BudgetError(
+                f"roadtrain would hold {show_bytes(self.held + nbytes)} of memory of {self.device},"
+                f" but device_budget is {show_bytes(budget)}",
+                hint="please report this: every buffer belongs to the budget",
+            )
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -215,7 +231,7 @@ class DeviceBuffer:
     def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
         self.accelerator, self.nbytes = accelerator, nbytes
         self.tensor = accelerator.allocate(nbytes)
-        accelerator.held += nbytes
+        accelerator.count(nbytes)
         self._copied, self._used = accelerator.new_event(), accelerator.new_event()
         self.record_use()  # torch may reuse freed memory that queued kernels still use
 
@@ -232,7 +248,7 @@ class DeviceBuffer:
     def close(self) -> None:
         self.ready()  # torch may give the memory to kernels of the caller's stream
         del self.tensor
-        self.accelerator.held -= self.nbytes
+        self.accelerator.count(-self.nbytes)
 
 
 class HostBuffer:

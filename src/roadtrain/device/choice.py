@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from roadtrain.device.accelerator import accelerator_of
 from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError, ModelError
+from roadtrain.units import parse_bytes, show_bytes
+
+RESERVE = 4  # a fourth of a device's memory is for computing, unless device_budget is set
 
 
 def own_device(
@@ -115,3 +119,32 @@ def idle_accelerator(device: torch.device) -> str:
         f"the model computes on the CPU, but this host has {count} {kind} device(s): place(...,"
         f" device='{kind}') or model.to('{kind}') uses them, device='cpu' turns this warning off"
     )
+
+
+def device_bytes_of(
+    budget: str | int | None, device: torch.device, report: Callable[[str], None]
+) -> int | None:
+    """Return a budget of device memory in bytes, or None on the CPU. If `budget` is None, the
+    budget is the free memory without a reserve for computing, and is reported."""
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        if budget is None:
+            return None
+        raise ConfigError(
+            f"device_budget = {show_bytes(parse_bytes(budget))}, but the blocks run on the CPU, in"
+            " host memory",
+            hint=f"use host_budget={budget!r}",
+        )
+    accelerator.report = report
+    if lacks := accelerator.lacks():
+        report(lacks)
+    if budget is not None:
+        return parse_bytes(budget)
+    free, total = accelerator.memory()
+    reserve = total // RESERVE
+    found = max(0, free - reserve)
+    report(
+        f"device_budget: {show_bytes(found)}, which is the free memory of {device},"
+        f" {show_bytes(free)}, without {show_bytes(reserve)} for computing"
+    )
+    return found

@@ -29,7 +29,6 @@ from roadtrain.placement.state_dicts import ModelStates
 from roadtrain.placement.stored_optimizer import StoredOptimizer
 from roadtrain.servers.session import JobSession
 from roadtrain.servers.worker import Gradient
-from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.leaves import check_device
@@ -110,18 +109,14 @@ class PlacedOptimizer(StoredOptimizer):
         scratch = directories[0] if directories else None
         budgets = plan.budgets.worker
         stream = BlockStream(
-            self.model,
             parts,
             plan.table,
             self,
             plan.device,
             self.pass_ended,
-            activations=Activations(
-                budgets.activation_bytes,
-                scratch,
-                plan.device,
-                budgets.device.activation_bytes if budgets.device else 0,
-            ),
+            activation_bytes=budgets.activation_bytes,
+            device_bytes=budgets.device.activation_bytes if budgets.device else 0,
+            scratch_dir=scratch,
         )
         for buffer in self.model.buffers():
             settle(buffer, buffer.detach().to(plan.device))

@@ -107,7 +107,8 @@ def place(
         host_budget: Host memory for all buffers of roadtrain in bytes, as a number or as text such
             as "900MiB". If None, half of the free memory is used.
         device_budget: Accelerator memory for fetched parameters and their gradients in bytes,
-            without the memory that forward and backward allocate. If None, there is no limit.
+            without the memory that forward and backward allocate. If None, the free memory without
+            a quarter of all memory; the number is reported.
         dtype: The dtype in which parameters are fetched and used for computing. If None, each
             parameter keeps its own dtype.
         blocks: Names or patterns of the modules that are the blocks. If None, the blocks are

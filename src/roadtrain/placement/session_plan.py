@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roadtrain.chunks import ChunkTable
-from roadtrain.device.accelerator import accelerator_of
+from roadtrain.device.choice import device_bytes_of
 from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import Compressor
@@ -30,10 +30,9 @@ from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import IN_RAM, Mark
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.rates import storage_rates
-from roadtrain.units import parse_bytes, show_bytes, show_rate
+from roadtrain.units import show_rate
 
 Report = Callable[[str], None]
-RESERVE = 4  # a fourth of a device's memory is for computing, unless device_budget is set
 
 
 @dataclass(frozen=True)
@@ -229,33 +228,6 @@ def _with_residuals(
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
 
 
-def _device_bytes(request: Request, device: torch.device) -> int | None:
-    """Return the budget of device memory, by default the free memory without a reserve for
-    computing; None on the CPU."""
-    accelerator = accelerator_of(device)
-    if accelerator is None:
-        if request.device_budget is None:
-            return None
-        raise ConfigError(
-            f"device_budget = {show_bytes(parse_bytes(request.device_budget))}, but the blocks run"
-            " on the CPU, in host memory",
-            hint=f"use host_budget={request.device_budget!r}",
-        )
-    accelerator.report = request.report
-    if lacks := accelerator.lacks():
-        request.report(lacks)
-    if request.device_budget is not None:
-        return parse_bytes(request.device_budget)
-    free, total = accelerator.memory()
-    reserve = total // RESERVE
-    budget = max(0, free - reserve)
-    request.report(
-        f"device_budget: {show_bytes(budget)}, which is the free memory of {device},"
-        f" {show_bytes(free)}, without {show_bytes(reserve)} for computing"
-    )
-    return budget
-
-
 def _budgets(
     request: Request,
     device: torch.device,
@@ -282,7 +254,8 @@ def _budgets(
     )
     owners = () if served else store_plan.owners
     host_bytes = host_bytes_of(request.host_budget, whole=request.in_memory)
-    return derive(whole, records, owners, terms, host_bytes, _device_bytes(request, device))
+    device_bytes = device_bytes_of(request.device_budget, device, request.report)
+    return derive(whole, records, owners, terms, host_bytes, device_bytes)
 
 
 def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, OpenedStore | None]:

@@ -21,6 +21,7 @@ from roadtrain.config.models import ModelShape
 from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
+from roadtrain.options.budgets import DEVICE_GRADIENTS
 from roadtrain.options.schema import flat
 from roadtrain.planner import switches
 from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
@@ -181,6 +182,8 @@ class JobPlans:
         devices = [host.device for host in self.cluster.workers if host.device is not None]
         if all(device.is_host for device in devices):
             changes["context_bytes"] = 0
+        elif place.streamed:
+            changes["device_gradients"] = DEVICE_GRADIENTS + 1  # one more as autograd computes it
         return plan.changed(**changes)
 
 

@@ -75,7 +75,8 @@ class DeviceBuffers:
         budgets: DeviceBudgets,
         root_bytes: int,
     ) -> None:
-        self.accelerator = accelerator
+        self.accelerator, self._budget = accelerator, budgets.total
+        accelerator.budgets.append(self._budget)
         self.slots = [DeviceBuffer(budgets.slot_bytes, accelerator) for _ in range(budgets.slots)]
         self.gradients = [
             DeviceBuffer(budgets.gradient_bytes, accelerator) for _ in range(DEVICE_GRADIENTS)
@@ -90,3 +91,4 @@ class DeviceBuffers:
     def close(self) -> None:
         for buffer in (*self.slots, *self.gradients, self.root):
             buffer.close()
+        self.accelerator.budgets.remove(self._budget)

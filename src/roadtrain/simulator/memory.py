@@ -23,6 +23,7 @@ from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.options.budgets import DEVICE_SLOTS
 from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.units import show_bytes
 
@@ -54,7 +55,10 @@ class Need:
 
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the bytes of parameters, gradients and state that a device holds throughout a step."""
+    """Return the bytes of parameters, gradients and state that a device holds throughout a step.
+
+    With `plan.memory.device_gradients`, these are the buffers of `options.budgets.derive_device`.
+    """
     place, parallelism = plan.placement, plan.parallelism
     spread = [block.tables * (1 - 1 / parallelism.replicas) for block in blocks]
     params = [
@@ -68,8 +72,12 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
         every = not plan.memory.root
         layers = [n for n, block in zip(params, blocks) if "." in block.name or every] or params
         biggest = max(layers)
-        parameters = min(max(2, plan.memory.slots), len(layers)) * biggest + total - sum(layers)
+        slots, stays = min(max(2, plan.memory.slots), len(layers)), total - sum(layers)
         gradients = biggest if place.parameters == "split" else LARGEST * biggest
+        if plan.memory.device_gradients:
+            slots = min(DEVICE_SLOTS, max(2, plan.memory.slots))
+            gradients = plan.memory.device_gradients * biggest + stays
+        parameters = slots * biggest + stays
     else:
         parameters = gradients = total
     if place.parameters == "split":

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,19 +99,21 @@ class _Block:
 class BlockStream:
     def __init__(
         self,
-        model: nn.Module,
         split: Split,
         table: ChunkTable,
         source: BlockSource,
         device: torch.device | str,
         on_pass_end: Callable[[], None] | None = None,
         *,
-        activations: Activations,
+        activation_bytes: int,
+        device_bytes: int = 0,
+        scratch_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.model, self.split, self.table, self.source = model, split, table, source
+        """Create a BlockStream. For the last three arguments see Activations."""
+        self.split, self.table, self.source = split, table, source
         self.on_pass_end = on_pass_end
-        self.activations = activations
         self.device = torch.device(device)
+        self.activations = Activations(activation_bytes, scratch_dir, device, device_bytes)
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
         lots = []

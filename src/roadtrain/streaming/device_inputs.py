@@ -67,12 +67,11 @@ class DeviceInputs:
 
     Attributes:
         held: Bytes of device memory in use.
-        peak: The maximum of `held` so far.
     """
 
     def __init__(self, accelerator: Accelerator, budget_bytes: int) -> None:
         self.accelerator, self.budget_bytes = accelerator, budget_bytes
-        self.held = self.peak = 0
+        self.held = 0
         self._spare: list[HostBuffer] = []  # host memory that no kept tensor uses
 
     def fits(self, nbytes: int) -> bool:
@@ -140,12 +139,12 @@ class DeviceInputs:
 
     def _drop(self, kept: DeviceInput) -> None:
         assert kept.tensor is not None
-        self.held -= kept.tensor.nbytes
+        self._count(-kept.tensor.nbytes)
         kept.tensor, kept.came_back = None, False
 
     def _count(self, nbytes: int) -> None:
+        self.accelerator.count(nbytes)
         self.held += nbytes
-        self.peak = max(self.peak, self.held)
 
     # host memory
 

@@ -38,7 +38,7 @@ def test_what_was_saved_is_loaded(device, room, host, tmp_path):  # Rules 1, 4
     while keep.bytes_held:  # a freed tensor is still being written
         time.sleep(0.001)
     assert keep.on_device.held == 0
-    assert keep.on_device.peak == min(room, 6) * N and keep.peak_bytes <= host * N
+    assert keep.on_device.accelerator.peak == min(room, 6) * N and keep.peak_bytes <= host * N
     # one more tensor than needed leaves early
     assert keep.bytes_spilled > 0 or room + host >= 6
     assert keep.bytes_spilled == 0 or room + host <= 7
