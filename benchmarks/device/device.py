@@ -3,9 +3,10 @@
     memory  device memory that a session plans for the shapes of large models
     races   changes of the code that cause a race, and what finds each
     bus     the step of a model of 420 M parameters behind an emulated bus, in both directions
+    gpu     an 8B-shaped model on a CUDA device (gpu.py); skipped where there is none
 
-`memory` needs no memory: the models are on the meta device. `races` and `bus` run on an emulated
-device. In `bus`, the bus is so slow that the parameters and gradients of a step need as long as the
+The large models of `memory` are on the meta device. `races` and `bus` run on an emulated device. In
+`bus`, the bus is so slow that the parameters and gradients of a step need as long as the
 computation, or half as long, if they use it one after the other. The code of the second edition had
 a single stream for both directions; here, one stream is used for both instead of two.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
@@ -23,60 +24,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import roadtrain
 from benchmarks.common import model420
-from benchmarks.common.report import Report, Row
+from benchmarks.common.report import Report, Row, within
 from benchmarks.common.rows import row
-from benchmarks.device import races
-from roadtrain.chunks import ChunkTable
+from benchmarks.device import races, shapes
+from benchmarks.device.gpu import gpu
+from roadtrain.config.plan_file import PLACEMENTS, Plan
 from roadtrain.lab.emulated_device import EmulatedDevice
-from roadtrain.options.budgets import derive_device
+from roadtrain.options.budgets import DEVICE_GRADIENTS, LEAST_ACTIVATIONS, derive_device
+from roadtrain.planner.model_config import shape_of_config
+from roadtrain.simulator.memory import device_bytes
 from roadtrain.streaming.split import split, table
 from roadtrain.units import GIB
 
-ITEMS = ("memory", "races", "bus")
+ITEMS = ("memory", "races", "bus", "gpu")
 DEVICE = 80 * GIB
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "Llama-3-8B": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "vocab_size": 128256,
-        **HEADS,
-    },
-    "Llama-3-70B": {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "vocab_size": 128256,
-        **HEADS,
-        "num_attention_heads": 64,
-    },
-    "Mixtral-8x7B": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "vocab_size": 32000,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        **HEADS,
-    },
-}
 MOST = {"Llama-3-8B": 8, "Llama-3-70B": 20}  # GiB besides block inputs
-RANK = 16  # of LoRA
 SECONDS, STEPS = 8.0, 5  # of a step of the model of 420 M parameters, and number of steps
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
     rows: list[Row] = []
     for item in only or ITEMS:
-        rows += {"memory": memory, "races": found, "bus": bus}[item](quick)
+        rows += {"memory": memory, "races": found, "bus": bus, "gpu": gpu}[item](quick)
     return Report("device", rows)
 
 
@@ -85,35 +57,47 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 def memory(quick: bool) -> list[Row]:
     rows = []
-    for name, config in MODELS.items():
+    for name, config in shapes.MODELS.items():
         for lora in (False, True):
-            made = chunk_table(config, lora=lora)
+            made = shapes.chunk_table(shapes.build(config, lora=lora))
             found = derive_device(made, made.blocks[1:], DEVICE)
+            held = found.total - found.activation_bytes
             goal = f"ours <= {MOST[name] * GIB / 1e9}" if name in MOST else None
             case = f"{name}, {'LoRA' if lora else 'all parameters'}"
-            held = found.total - found.activation_bytes
-            rows.append(row(case, "planned besides block inputs", "GB", held, goal=goal))
+            rows.append(row(case, "buffers besides block inputs", "GB", held, goal=goal))
+            if not lora:
+                plan = Plan(PLACEMENTS["files"]).changed(device_gradients=DEVICE_GRADIENTS + 1)
+                planned = device_bytes(plan, shape_of_config(config, seq_len=2048).blocks)
+                line = row(case, "the same by the plan", "GB", planned, (held, "buffers"))
+                rows.append(replace(line, **within(planned / held, 0.02)))
+    return [*rows, *_peaks(quick)]
+
+
+def _peaks(quick: bool) -> list[Row]:
+    """Train a model on emulated devices with the least device_budget, and with twice as much."""
+    layers, rows = 4 if quick else 12, []
+    build = functools.partial(model420.build, "fp32", layers=layers, width=256, inner=1024)
+    made = shapes.chunk_table(build())
+    least = derive_device(made, made.blocks[1:], DEVICE)
+    least_bytes = replace(least, slots=2, activation_bytes=LEAST_ACTIVATIONS).total
+    for budget in (least_bytes, 2 * least_bytes):
+        device = EmulatedDevice(checked=False, late_s=0.0, memory_bytes=budget)
+        model = build()
+        with device.active():
+            optimizer = roadtrain.place(
+                model,
+                model420.adamw(model.parameters()),
+                device_budget=budget,
+                backwards_per_step=1,
+                report=lambda _: None,
+            )
+            with optimizer:
+                model420.training(model, optimizer, range(2), rows=16, seq=256)
+        case, goal = f"{layers} layers of width 256", f"ours <= {budget / 1e6}"
+        rows.append(
+            row(case, "held at its peak", "MB", device.peak, (budget, "device_budget"), goal=goal)
+        )
     return rows
-
-
-def chunk_table(config: Mapping[str, Any], *, lora: bool) -> ChunkTable:
-    """Lay out the parameters of a model in bf16. `lora`: whether only adapters of rank RANK of all
-    linear layers are trained."""
-    with torch.device("meta"):
-        whole = AutoConfig.for_model(**config)
-        model = AutoModelForCausalLM.from_config(whole, dtype=torch.bfloat16)
-        if lora:
-            add_adapters(model)
-    parts = split(model)
-    groups = {p: 0 for p in model.parameters() if p.requires_grad}
-    return table(parts, groups, torch.bfloat16)
-
-
-def add_adapters(model: nn.Module) -> None:
-    model.requires_grad_(requires_grad=False)
-    for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        module.adapter_a = nn.Linear(module.in_features, RANK, bias=False, dtype=torch.bfloat16)
-        module.adapter_b = nn.Linear(RANK, module.out_features, bias=False, dtype=torch.bfloat16)
 
 
 # races
