@@ -5,6 +5,7 @@ layout.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -31,6 +32,8 @@ from roadtrain.storage.convert import (
 )
 from roadtrain.storage.generation import Accept, OpenedStore, create_store, open_store
 from roadtrain.storage.ledger import unpack
+
+MOST_KERNELS = 8  # threads of a server that copy and update; half of the cores if there are fewer
 
 
 class LocalServers:
@@ -76,7 +79,12 @@ class LocalServers:
         """Create the servers, and return them by number. They send their messages to `deliver`."""
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
-        for i, where in enumerate(self.store_plan.directories or ("RAM",)):
+        places = self.store_plan.directories or ("RAM",)
+        # An update of a record on files may need two scratch buffers.
+        scratch = buffers // 2 if self.store_plan.directories else MOST_KERNELS
+        cores = len(os.sched_getaffinity(0)) // (2 * len(places))
+        kernels = max(1, min(MOST_KERNELS, cores, scratch))
+        for i, where in enumerate(places):
             setup = ServerConfig(
                 i,
                 f"server {i} ({where})",
@@ -85,6 +93,7 @@ class LocalServers:
                 self.store.tiers[i] if self.store else None,
                 share,
                 self._report,
+                kernels=kernels,
             )
             server = Server(setup, lambda message, _: deliver(message), stages, self.step)
             self.running.append(server)

@@ -68,6 +68,9 @@ class ServerConfig:
     workers: int = 1
     local: int = 1  # workers per host whose gradients are summed first; negative if relays sum them
     io_threads: int = 4  # number of threads that read, and of threads that write
+    kernels: int = (
+        1  # number of threads that copy, sum and update; more than 1 with one worker only
+    )
     # Number of buffers for parameters that are sent to workers. None if the worker is in this
     # process, so that parameters are copied directly to the worker's memory.
     answers: int | None = None
@@ -133,6 +136,7 @@ class Server:
             everywhere=meta.replicas > 1,
             owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else {},
             answers=None if setup.answers is None else setup.answers // setup.workers,
+            at_once=1 + setup.kernels,
         )
         return ServerStateMachine(spec)
 
@@ -171,7 +175,7 @@ class Server:
         n_io = 2 * self.config.io_threads if self.tier is not None else 0
         jobs = [
             (self._loop, "loop"),
-            (self._compute, "update"),
+            *[(self._compute, f"update{i}") for i in range(self.config.kernels)],
             *[(self._io, f"io{i}") for i in range(n_io)],
         ]
         for target, name in jobs:
@@ -328,23 +332,26 @@ class Server:
             self._device.push(priority, order, (stage, action, job))
             self._device_ready.notify()
 
-    def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Run and time `job`, and report `action` as done. Returns the number of bytes moved."""
+    def _work(self, stage: str, action: Any, job: Job, threads: int = 1) -> int:
+        """Run and time `job`, and report `action` as done. Returns the number of bytes moved. The
+        time of a stage is divided by the number of `threads` that share its work.
+        """
         start = time.perf_counter()
         try:
             nbytes, result = job()
         except BaseException as error:
             self._fail(error)
             return 0
-        self._stages.add(stage, time.perf_counter() - start, nbytes)
+        self._stages.add(stage, (time.perf_counter() - start) / threads, nbytes)
         if result is not None:
             self.receive(messages.Done(action, result))
         return nbytes
 
     def _compute(self) -> None:
         while (work := self._kernels.get()[2]) is not None and not self._stopping:
-            self._work(*work)
-            del work
+            stage, action, job = work
+            self._work(stage, action, job, self.config.kernels)
+            del work, action, job  # they may refer to memory of a worker
 
     def _io(self) -> None:
         while True:

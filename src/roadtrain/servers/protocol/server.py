@@ -35,9 +35,6 @@ from roadtrain.servers.protocol.chunk_state import AFTER_UPDATE, ChunkPhase, Chu
 from roadtrain.servers.protocol.queues import Turns
 from roadtrain.servers.protocol.server_steps import ServerSpec, ServerSteps
 
-# Most resident chunks that are updated at the same time. Pulls of all other chunks are answered.
-AT_ONCE = 2
-
 
 class ServerStateMachine:
     def __init__(self, spec: ServerSpec) -> None:
@@ -52,7 +49,7 @@ class ServerStateMachine:
         # record is resident need no buffer and have a heap of their own.
         self.queue: list[tuple[int, int, int]] = []
         self.resident_queue: list[tuple[int, int, int]] = []
-        self.updating = 0  # number of resident chunks that are UPDATING; at most AT_ONCE
+        self.updating = 0  # number of resident chunks that are UPDATING; at most spec.at_once
         # Chunks that are UPDATED and whose write waits for a commit. Only used with files.
         self.gated: deque[int] = deque()
         self.turns: Turns[m.Pull] = Turns(spec.answers)
@@ -373,7 +370,7 @@ class ServerStateMachine:
         """
         return [
             *self._start_writes(),
-            *self._start_updates(self.resident_queue, lambda: self.updating < AT_ONCE),
+            *self._start_updates(self.resident_queue, lambda: self.updating < self.spec.at_once),
             *self._start_updates(self.queue, lambda: bool(self.free)),
         ]
 
@@ -445,7 +442,7 @@ class ServerStateMachine:
         assert queued == sorted(n for n, chunk in self.chunks.items() if chunk.queued is not None)
         assert all(self.chunks[number].resident for _, _, number in self.resident_queue)
         assert self.updating == sum(c.resident and c.phase is ChunkPhase.UPDATING for c in chunks)
-        assert self.updating <= AT_ONCE
+        assert self.updating <= self.spec.at_once
         assert sorted(self.gated) == sorted(
             n for n, chunk in self.chunks.items() if chunk.phase is ChunkPhase.UPDATED
         )

@@ -37,6 +37,8 @@ class ServerSpec:
     owners: Mapping[int, int] = field(default_factory=dict)  # with replicas, chunk -> its owner
     # most pulls of a worker that are answered at the same time; None if there is no limit
     answers: int | None = None
+    # most resident chunks that are updated at the same time; pulls of all others are answered
+    at_once: int = 2
 
     @property
     def alone(self) -> bool:
