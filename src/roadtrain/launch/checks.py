@@ -218,7 +218,7 @@ def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> 
     """Return True if the workers of a host should compute on devices, according to the job, the
     devices of the worker hosts, or the plan."""
     if stated := run.job.run.device:
-        return stated.startswith("cuda")
+        return stated != "cpu"
     others = any(other.seen.devices for other in hosts if other.plan.workers)
     return others or bool(_planned_device(run, host) and not _is_emulated(host, hosts))
 

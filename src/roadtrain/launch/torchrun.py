@@ -77,7 +77,7 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
     Hosts that need none, according to the job's run.device or the plan's cluster, are omitted."""
     workers = [run.host(name) for name in run.worker_hosts]
     if stated := run.job.run.device:
-        return {host.name: host.workers for host in workers if stated.startswith("cuda")}
+        return {host.name: host.workers for host in workers if stated != "cpu"}
     cluster = run.plan_file.cluster
     devices = {kind.name: kind.device for kind in cluster.hosts} if cluster else {}
     kinds = {name for name, device in devices.items() if device and device.kind != "cpu"}
