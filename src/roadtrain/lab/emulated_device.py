@@ -12,7 +12,7 @@ Within `EmulatedDevice.active()`, models on the CPU compute on the emulated devi
   is copied, are reported as well.
 
 Kernels of the compute stream run at once, in the thread that launches them. If the compute stream
-waits for an event, this thread waits.
+waits for an event, this thread waits (see `ahead` for a compute stream of its own).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class EmulatedDevice(Accelerator):
         memory_bytes: int = 1 << 40,
         pinnable_bytes: int = 1 << 40,
         checked: bool = True,
+        ahead: bool = False,
     ) -> None:
         """Create an emulated device.
 
@@ -72,7 +73,11 @@ class EmulatedDevice(Accelerator):
                 memory are not asynchronous.
             checked: Whether races are looked for. If not, only the rates and the memory limit of a
                 device are emulated.
+            ahead: Whether the compute stream has a thread, too, so that the host runs ahead of it.
+                Kernels of torch compute at once nevertheless; only work that is `put` in the stream
+                takes time there. Only if not `checked`.
         """
+        assert not (ahead and checked), "kernels that compute at once would be reported"
         self.late_s, self.memory_bytes, self.checked = late_s, memory_bytes, checked
         self.pinnable_bytes = pinnable_bytes
         self._pageable: set[int] = set()  # addresses of host memory that could not be pinned
@@ -84,7 +89,7 @@ class EmulatedDevice(Accelerator):
         self.pinned: dict[int, int] = {}  # address of pinned host memory -> its bytes
         self._pending: Counter[int] = Counter()  # address -> number of copies that have not ended
         self._local = threading.local()
-        self.compute = _Stream(self, "compute", None)
+        self.compute = _Stream(self, "compute", math.inf if ahead else None)
         super().__init__(CPU)
         self.into.rate, self.out.rate = into_rate, out_rate
 
@@ -99,7 +104,7 @@ class EmulatedDevice(Accelerator):
                 yield self
         finally:
             del accelerators[CPU]
-            for stream in (self.into, self.out):
+            for stream in {self.into, self.out, self.compute}:
                 stream.end()
 
     # Accelerator
