@@ -42,7 +42,7 @@ test-all: test test-rest
 
 # A device of torch's PrivateUse1 kind, which needs a C++ compiler and no accelerator.
 test-device: $(READY)
-	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py tests/device/local/test_devices.py -k toy $(ARGS)
 
 # Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.
 mutants: $(READY)
