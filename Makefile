@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all test-device mutants check types bench bench-all bench-page docs bpf
+.PHONY: train train-plain test test-quick test-rest test-all test-device test-gpu mutants check types bench bench-all bench-page docs bpf
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -42,7 +42,12 @@ test-all: test test-rest
 
 # A device of torch's PrivateUse1 kind, which needs a C++ compiler and no accelerator.
 test-device: $(READY)
-	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py tests/device/local/test_devices.py -k toy $(ARGS)
+
+# The same and more on CUDA: its sanitizer, the compiled Triton kernels, device_budget.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/device/local/test_gpu.py tests/device/local/test_devices.py -k "gpu or cuda" $(ARGS)
+	$(BIN)/python -m benchmarks device --only gpu
 
 # Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.
 mutants: $(READY)

@@ -281,12 +281,14 @@ def _stop(grad: torch.Tensor) -> None:
     raise Stopped
 
 
-def train(device: EmulatedDevice | None, *, on_files: bool, at_step: bool) -> list[float]:
-    """Train a small model on an emulated device, or on the CPU, until a backward is stopped.
-    Returns the losses.
+def train(
+    device: EmulatedDevice | None, kind: str = "cpu", /, *, on_files: bool, at_step: bool
+) -> list[float]:
+    """Train a small model on a device until a backward is stopped. Returns the losses.
 
     Args:
-        device: The emulated device, or None for the CPU.
+        device: The emulated device, if the model computes on one.
+        kind: The kind of torch's device, which is "cpu" for an emulated one.
         on_files: Whether the state and some block inputs are on files, instead of in memory.
             Gradients are then clipped, if updates begin in step().
         at_step: Whether updates begin in step(), instead of in backward.
@@ -295,15 +297,16 @@ def train(device: EmulatedDevice | None, *, on_files: bool, at_step: bool) -> li
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options: dict[str, Any] = {"host_budget": "96MiB"}
+    if device is not None or kind != "cpu":
+        options["device_budget"] = "18MiB"
     batch, losses = BATCH * (3 if on_files else 1), []
     with tempfile.TemporaryDirectory() as directory, device.active() if device else nullcontext():
         if on_files:
-            options = {"host_budget": "60MiB", "store": directory}
-        if device is not None:
-            options["device_budget"] = "18MiB"
+            options |= {"host_budget": "60MiB", "store": directory}
         placed = roadtrain.place(
             model,
             optimizer,
+            device=kind,
             backwards_per_step=None if at_step else 1,
             report=lambda _: None,
             deadline_s=5,
@@ -313,7 +316,8 @@ def train(device: EmulatedDevice | None, *, on_files: bool, at_step: bool) -> li
         with placed:
             for step in range(STEPS):
                 generator = torch.Generator().manual_seed(step)
-                loss = model(torch.randn(batch, WIDTH, generator=generator)).square().mean()
+                x = torch.randn(batch, WIDTH, generator=generator).to(kind)
+                loss = model(x).square().mean()
                 loss.backward()  # type: ignore[no-untyped-call]
                 if at_step and on_files:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -323,7 +327,7 @@ def train(device: EmulatedDevice | None, *, on_files: bool, at_step: bool) -> li
             # while block inputs come back; an update that has begun allows no further backward
             for model.stops_at in (5, 4, 3) if at_step else (4,):
                 with suppress(Stopped):
-                    model(torch.randn(batch, WIDTH)).square().mean().backward()
+                    model(x).square().mean().backward()
                 placed.zero_grad()
     return losses
 

@@ -48,7 +48,9 @@ def seed(number: int) -> None:
 
 
 def load() -> None:
-    """Add the device to torch."""
+    """Add the device to torch, unless it is there."""
+    if hasattr(torch, "toy"):
+        return
     torch.ops.load_library(built())
     torch.utils.rename_privateuse1_backend("toy")
     module = ModuleType("torch.toy")

@@ -28,8 +28,8 @@ CASES = [
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def compare(n: int = 2500) -> None:
-    """Compare each Triton kernel with its CPU kernel bit for bit."""
+def compare(device: str, n: int) -> None:
+    """Compare each Triton kernel on `device` with its CPU kernel bit for bit."""
     rng = np.random.default_rng(0)
     for cls, options in CASES:
         optimizer = cls([torch.nn.Parameter(torch.ones(1))], **options)
@@ -37,14 +37,14 @@ def compare(n: int = 2500) -> None:
         hyper = rule.hyper(optimizer.param_groups[0])
         for dtype, copy_dtype in (("fp32", None), ("bf16", "bf16"), ("fp16", "fp16")):
             mine = rng.standard_normal(n, dtype=np.float32)
-            his = torch.from_numpy(mine.copy())
+            his = torch.from_numpy(mine).to(device, copy=True)
             arrays, row = (
                 [np.zeros(n, np.float32) for _ in rule.arrays],
                 np.zeros(len(rule.scalars)),
             )
-            held, column = [torch.zeros(n) for _ in rule.arrays], row.copy()
+            held, column = [torch.zeros(n, device=device) for _ in rule.arrays], row.copy()
             copy = None if copy_dtype is None else np.zeros(n, np.uint16)
-            out = None if copy_dtype is None else torch.zeros(n, dtype=KINDS[copy_dtype])
+            out = None if copy_dtype is None else his.to(KINDS[copy_dtype])
             for _ in range(3):
                 grad = torch.from_numpy(rng.standard_normal(n, dtype=np.float32)).to(KINDS[dtype])
                 bits = (
@@ -53,19 +53,19 @@ def compare(n: int = 2500) -> None:
                     else grad.view(torch.int16).numpy().view(np.uint16)
                 )
                 rule.apply(mine, bits, dtype, arrays, row, hyper, 0.37, copy, copy_dtype)
-                gpu.apply(rule, his, grad, held, column, hyper, 0.37, out)
+                gpu.apply(rule, his, grad.to(device), held, column, hyper, 0.37, out)
                 case = f"{cls.__name__} {options} {dtype}"
-                assert np.array_equal(mine, his.numpy()), case
-                assert all(np.array_equal(a, b.numpy()) for a, b in zip(arrays, held)), case
+                assert np.array_equal(mine, his.cpu().numpy()), case
+                assert all(np.array_equal(a, b.cpu().numpy()) for a, b in zip(arrays, held)), case
                 if copy is not None and out is not None:
-                    theirs = out.view(torch.int16).numpy().view(np.uint16)
+                    theirs = out.cpu().view(torch.int16).numpy().view(np.uint16)
                     assert np.array_equal(copy, theirs), (
                         case,
                         reference_widen(copy, copy_dtype or ""),
                     )
-    print("equal")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(gpu.triton is None, reason="no triton: pip install triton")
 def test_triton_kernels_equal_the_cpu_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -83,4 +83,5 @@ def test_a_missing_triton_is_reported(monkeypatch):
 
 
 if __name__ == "__main__":
-    compare()
+    compare("cpu", 1500)
+    print("equal")

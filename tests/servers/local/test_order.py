@@ -12,6 +12,15 @@ from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.servers.protocol import messages
 from tests.support.models import Case, Net, contents, new_scaler, place, run
 
+CASES = {
+    "eager": (Case(eager=True), {}),
+    "frozen": (Case(eager=True, dtype=torch.bfloat16, frozen=True), {}),
+    "clipped": (Case(clip=0.5, accumulate=2), {}),
+    "scaler": (Case(clip=0.5, scaler=True), {}),
+    "top-k": (Case(eager=True), {"compress": TopK(0.1, error_feedback=True)}),
+    "late": (Case(eager=True, staleness=1), {}),
+}
+
 
 def test_each_block_is_released_with_its_gradient(monkeypatch):
     """A block has one message for its gradient and its update, whatever the number of chunks."""
@@ -37,18 +46,7 @@ def test_each_block_is_released_with_its_gradient(monkeypatch):
     assert not any(isinstance(m, messages.BlockUpdate) and m.block for m in sent)
 
 
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        (Case(eager=True), {}),
-        (Case(eager=True, dtype=torch.bfloat16, frozen=True), {}),
-        (Case(clip=0.5, accumulate=2), {}),
-        (Case(clip=0.5, scaler=True), {}),
-        (Case(eager=True), {"compress": TopK(0.1, error_feedback=True)}),
-        (Case(eager=True, staleness=1), {}),
-    ],
-    ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"],
-)
+@pytest.mark.parametrize(("case", "options"), CASES.values(), ids=CASES)
 def test_a_device_changes_no_bit_and_no_thread_waits_for_it_with_a_lock(case, options, monkeypatch):
     """Rules 1, 6."""
     results, workers, device = [], [], EmulatedDevice()
