@@ -47,7 +47,7 @@ test-device: $(READY)
 # The same and more on CUDA: its sanitizer, the compiled Triton kernels, device_budget.
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/device/local/test_gpu.py tests/device/local/test_devices.py -k "gpu or cuda" $(ARGS)
-	$(BIN)/python -m benchmarks device --only gpu
+	$(BIN)/python -m benchmarks device --only lora,adamw,sgd
 
 # Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.
 mutants: $(READY)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,22 +46,23 @@ class Case:
         return {**shapes.MODELS[MODEL], "num_hidden_layers": self.layers}
 
 
-CASES = (
-    Case(32, 6, lora=True),
-    Case(2, 5),
-    Case(32, 3, sgd=True, has_peers=False),
-)
+CASES = {
+    "lora": Case(32, 4, lora=True),
+    "adamw": Case(2, 4),
+    "sgd": Case(32, 2, sgd=True, has_peers=False),
+}
 
 
-def gpu(quick: bool) -> list[Row]:
+def gpu(case: Case, quick: bool) -> list[Row]:
+    """Compare the systems. `quick`: only the model's first two layers."""
     if not torch.cuda.is_available():
-        print("gpu: not run, because torch sees no CUDA device")
+        print(f"{case}: not run, because torch sees no CUDA device")
         return []
-    print(f"gpu: {torch.cuda.get_device_name()}, {os.cpu_count()} processors")
-    return [line for case in CASES[: 2 if quick else None] for line in _rows(case)]
+    return _rows(replace(case, layers=2) if quick else case)
 
 
 def _rows(case: Case) -> list[Row]:
+    gpu = torch.cuda.get_device_name()
     systems: dict[str, dict[str, str]] = {"roadtrain": {}}
     if case.has_peers:
         systems["plain"] = {}
@@ -81,7 +82,7 @@ def _rows(case: Case) -> list[Row]:
             child.end()
     if "roadtrain" not in found:
         return [row(str(case), "trained", "runs", 0, goal="ours == 1")]
-    name, ours = str(case), found.pop("roadtrain")
+    name, ours = f"{case} ({gpu}, {os.cpu_count()} processors)", found.pop("roadtrain")
     made = shapes.chunk_table(shapes.build(case.config, lora=case.lora))
     buffers = derive_device(made, made.blocks[1:], BUDGET)
     least = buffers.total - buffers.activation_bytes, "planned besides block inputs"
