@@ -58,11 +58,13 @@ def gpu(case: Case, quick: bool) -> list[Row]:
     if not torch.cuda.is_available():
         print(f"{case}: not run, because torch sees no CUDA device")
         return []
-    return _rows(replace(case, layers=2) if quick else case)
+    case = replace(case, layers=2) if quick else case
+    machine = f"{torch.cuda.get_device_name()}, {os.cpu_count()} processors"
+    return rows_of(case, machine, _measured(case))
 
 
-def _rows(case: Case) -> list[Row]:
-    gpu = torch.cuda.get_device_name()
+def _measured(case: Case) -> dict[str, Any]:
+    """Train with each system, and return the results of `train` by system."""
     systems: dict[str, dict[str, str]] = {"roadtrain": {}}
     if case.has_peers:
         systems["plain"] = {}
@@ -80,9 +82,13 @@ def _rows(case: Case) -> list[Row]:
             print(f"{case}: {system}: {error}", flush=True)
         finally:
             child.end()
+    return found
+
+
+def rows_of(case: Case, machine: str, found: dict[str, Any]) -> list[Row]:
     if "roadtrain" not in found:
         return [row(str(case), "trained", "runs", 0, goal="ours == 1")]
-    name, ours = f"{case} ({gpu}, {os.cpu_count()} processors)", found.pop("roadtrain")
+    name, ours = f"{case} ({machine})", found.pop("roadtrain")
     made = shapes.chunk_table(shapes.build(case.config, lora=case.lora))
     buffers = derive_device(made, made.blocks[1:], BUDGET)
     least = buffers.total - buffers.activation_bytes, "planned besides block inputs"

@@ -65,6 +65,8 @@ def assert_same(a, b):
 )
 def test_a_case_has_the_same_bits_in_memory_and_resumed_on_files(device, case, tmp_path):
     """Rules 1, 3."""
+    if device == "cuda" and case.scaler and case.dtype is torch.bfloat16:
+        pytest.skip("torch's GradScaler does not take bf16 gradients on CUDA")
     cpu = on_cpu(case)
     with active(device) as kind:
         case = replace(case, device=kind)
