@@ -42,11 +42,11 @@ test-all: test test-rest
 
 # A device of torch's PrivateUse1 kind, which needs a C++ compiler and no accelerator.
 test-device: $(READY)
-	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py tests/device/local/test_devices.py -k toy $(ARGS)
+	$(BIN)/python -m pytest -p tests.support.toy_device tests/device/local/test_toy_device.py tests/device/local/test_on_devices.py -k toy $(ARGS)
 
 # The same and more on CUDA: its sanitizer, the compiled Triton kernels, device_budget.
 test-gpu: $(READY)
-	$(BIN)/python -m pytest tests/device/local/test_gpu.py tests/device/local/test_devices.py -k "gpu or cuda" $(ARGS)
+	$(BIN)/python -m pytest tests/device/local/test_gpu.py tests/device/local/test_on_devices.py -k "gpu or cuda" $(ARGS)
 	$(BIN)/python -m benchmarks device --only lora,adamw,sgd
 
 # Tests of the tests: tests/mutants/mutants.py. A stopped run goes on where it was.

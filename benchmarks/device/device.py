@@ -3,6 +3,7 @@
     memory  device memory that a session plans for the shapes of large models
     races   changes of the code that cause a race, and what finds each
     bus     the step of a model of 420 M parameters behind an emulated bus, in both directions
+    python  the worker's Python per block and step
     lora    adapters of an 8B-shaped model on a CUDA device (gpu.py)
     adamw   its first layers
     sgd     all of its parameters
@@ -33,6 +34,7 @@ from benchmarks.common.report import Report, Row, within
 from benchmarks.common.rows import row
 from benchmarks.device import races, shapes
 from benchmarks.device.gpu import CASES, gpu
+from benchmarks.device.messages import python_time
 from roadtrain.config.plan_file import PLACEMENTS, Plan
 from roadtrain.device.accelerator import accelerator_of
 from roadtrain.lab.emulated_device import EmulatedDevice
@@ -42,14 +44,14 @@ from roadtrain.simulator.memory import device_bytes
 from roadtrain.streaming.split import split, table
 from roadtrain.units import GIB
 
-ITEMS = ("memory", "races", "bus", *CASES)
+ITEMS = ("memory", "races", "bus", "python", *CASES)
 DEVICE = 80 * GIB
 MOST = {"Llama-3-8B": 8, "Llama-3-70B": 20}  # GiB besides block inputs
 SECONDS, STEPS = 8.0, 4  # of a step of the model of 420 M parameters, and number of steps
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    items = {"memory": memory, "races": found, "bus": bus}
+    items = {"memory": memory, "races": found, "bus": bus, "python": python_time}
     items |= {name: functools.partial(gpu, case) for name, case in CASES.items()}
     rows = [line for item in only or ITEMS for line in items[item](quick)]
     return Report("device", rows)

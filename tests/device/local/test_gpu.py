@@ -1,5 +1,5 @@
 """CUDA: torch's CUDA sanitizer finds no race, compiled Triton kernels have the bits of the CPU, and
-device_budget is kept. test_devices.py trains on CUDA as well. Run by `make test-gpu`.
+device_budget is kept. test_on_devices.py trains on CUDA as well. Run by `make test-gpu`.
 
 The sanitizer sees the copies that the trainer's and autograd's threads start, which are most, but
 not those that start when parameters arrive. The emulated device sees all (test_races.py).

@@ -1,5 +1,5 @@
 """The device `toy` (tests/support/toy_device.py): what it lacks, and the rooms that look for
-devices. test_devices.py trains on it. Run by `make test-device`."""
+devices. test_on_devices.py trains on it. Run by `make test-device`."""
 
 import pytest
 import torch
