@@ -75,6 +75,8 @@ class ModelSection(Section):
     """dtype of parameters during computation"""
     blocks: Texts | None = None
     """names of the modules to stream one at a time; default: the model's layers are found"""
+    compile: Flag = False
+    """compile each of these modules with torch.compile"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

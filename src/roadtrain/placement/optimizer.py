@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from roadtrain.errors import LoopError
 from roadtrain.placement.session_plan import Request, SessionPlan
@@ -92,6 +93,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
         self._hooks: list[Any] = []
+        self._compiles_blocks = plan.request.compile
         # Whether torch.compile runs the model. It guards the classes of the root's parameters, so
         # these classes must not change.
         self._compiled = False
@@ -121,24 +123,39 @@ class PlacedOptimizer(StoredOptimizer):
         for buffer in self.model.buffers():
             settle(buffer, buffer.detach().to(plan.device))
         session.start(self.job_state.encode())
-        stream.attach(session.worker.root_tensor)
+        stream.attach(session.worker.root_tensor, compile=self._compiles_blocks)
         self._stream, self.root.layout = stream, stream.root
         self._states = ModelStates(
             self.model, self._params, plan.table.params, self, scratch, self._report
         )
-        self._watch_forwards()
+        self._watch_forwards(parts)
         if not session.new and session.blob:
             self.job_state.resume(session.blob)
         self.root.refresh()
 
-    def _watch_forwards(self) -> None:
+    def _watch_forwards(self, parts: Split) -> None:
         self._hooks.append(self.model.register_forward_pre_hook(lambda *_: self._pass_begins()))
         of_root = {p for _, p in self.root.params}
+        blocks = {part.module for part in parts.blocks}
+        self._compiled = _compiles(self.model, blocks)
+        if any(_compiles(module, blocks) for module in self.model.modules()):
+            self._say_compiled()
+        # A block's hook covers its modules: compiled code of the block would contain their hooks.
+        inside = {module for block in blocks for module in block.modules()} - blocks
         for name, module in self.model.named_modules():
-            if not of_root.isdisjoint(module.parameters(recurse=False)):
+            own = module.parameters(recurse=module in blocks)
+            if module not in inside and not of_root.isdisjoint(own):
                 begins = partial(self._root_module_begins, name)
                 self._hooks.append(module.register_forward_pre_hook(begins))
 
+    def _say_compiled(self) -> None:
+        if not self._compiles_blocks:
+            self._report(
+                "torch.compile compiles only the root block of this model: to compile the other"
+                " blocks, call place() with compile=True"
+            )
+
+    @torch.compiler.disable
     def _root_module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.forward_begins()
         check_device(args, self.job_state.device, f"{type(module).__name__} {name!r}")
@@ -326,7 +343,9 @@ class PlacedOptimizer(StoredOptimizer):
 
     @torch.compiler.disable
     def _pass_begins(self) -> None:
-        self._compiled = self._compiled or is_called_by_dynamo()
+        if not self._compiled and is_called_by_dynamo():
+            self._compiled = True
+            self._say_compiled()
         self.root.check_unchanged()
         if torch.is_grad_enabled():
             self._check_no_strangers()
@@ -481,6 +500,13 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _compiles(module: nn.Module, blocks: set[nn.Module]) -> bool:
+    """Return whether `module` runs under torch.compile and calls a module in `blocks`."""
+    inner = module._orig_mod if isinstance(module, OptimizedModule) else module
+    compiled = inner is not module or module._compiled_call_impl is not None
+    return compiled and not blocks.isdisjoint(inner.modules())
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:

@@ -75,6 +75,7 @@ def place(
     device_budget: Size | None = None,
     dtype: ComputeDtype | None = None,
     blocks: str | Sequence[str] | None = None,
+    compile: bool = False,
     backwards_per_step: PositiveInt | None = None,
     chunk_elements: ChunkElements = MAX_CHUNK,
     device: torch.device | str | None = None,
@@ -113,6 +114,9 @@ def place(
             parameter keeps its own dtype.
         blocks: Names or patterns of the modules that are the blocks. If None, the blocks are
             detected.
+        compile: Whether each block runs under torch.compile, in forward and in the recomputation.
+            torch.compile(model) compiles only the root block. The results are those of plain
+            training in which each block's forward is compiled.
         backwards_per_step: A promise that step() follows after this number of backward passes, and
             that gradients are neither clipped nor scaled. Each block is then updated as soon as its
             last gradient is complete. If None, updates begin at step().
@@ -157,6 +161,7 @@ def place(
         device_budget,
         backwards_per_step,
         chunk_elements,
+        compile,
         deadline_s,
         group or WorkerIdentity.of_environment(),
         report,

@@ -46,6 +46,7 @@ class Request:
     device_budget: str | int | None
     backwards_per_step: int | None  # if None, updates begin at step()
     chunk_elements: int
+    compile: bool  # whether the blocks run under torch.compile
     deadline_s: float
     group: WorkerIdentity  # rank and number of the workers that share the servers
     report: Report

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
@@ -136,11 +137,12 @@ class BlockStream:
 
     # -- public methods
 
-    def attach(self, root: torch.Tensor) -> None:
+    def attach(self, root: torch.Tensor, *, compile: bool = False) -> None:
         """Replace the forward of each block, and release the parameters of all blocks.
 
         The BlockSource must already have the values of all parameters. The root's parameters become
-        views of `root`, a uint8 tensor of shape [pull_nbytes] that must not be freed.
+        views of `root`, a uint8 tensor of shape [pull_nbytes] that must not be freed. With
+        `compile`, the blocks' own forwards run under torch.compile.
         """
         # if the forward were traced, the trace would keep fetched memory
         forward = torch.compiler.disable(self._forward)
@@ -148,6 +150,8 @@ class BlockStream:
             block.fetched.settle()
             run = functools.partial(forward, block)
             block.module.forward = functools.wraps(block.original)(run)
+            if compile:
+                block.original = _compiled(block.original, block.name)
         self._watch_root()
         self.root.point(root)
         self._watch_root()
@@ -223,6 +227,24 @@ class BlockStream:
             owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
             same = all(a is b for a, b in zip(owned, leaves))
             return out if same else pytree.tree_unflatten(owned, spec)
+
+
+def _compiled(forward: Callable[..., Any], block: str) -> Callable[..., Any]:
+    """Compile the forward of a block. Blocks of a class share their compiled code, because torch
+    keeps it with the class's forward and passes parameters as arguments."""
+    compiled = torch.compile(forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).partition("\n\n")[0].split())
+            raise ModelError(
+                f"torch.compile failed in block {block!r}: {reason}",
+                hint="remove the cause, such as a missing C++ compiler, or leave out compile=True",
+            ) from error
+
+    return run
 
 
 def _pass_runs(stream: BlockStream | None) -> None:

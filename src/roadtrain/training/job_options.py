@@ -76,6 +76,7 @@ def _staged_conflicts(job: Job) -> Iterator[Conflict]:
         ("budget.device", job.budget.device, "use more stages, or a placement for a stage"),
         ("servers.addresses", job.servers.addresses, "use parallelism.placements for each stage"),
         ("model.dtype = fp16", job.model.dtype == "fp16", "use bf16, which needs no loss scaling"),
+        ("model.compile", job.model.compile, "leave it out"),
     ):
         yield found, f"{key} and [parallelism] do not go together yet", hint
 
@@ -94,6 +95,7 @@ def placed_options(job: Job, *, moves: bool) -> dict[str, Any]:
         "device_budget": job.budget.device,
         "backwards_per_step": _promise(job),
         "chunk_elements": job.store.chunk_elements,
+        "compile": job.model.compile,
     }
 
 

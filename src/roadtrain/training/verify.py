@@ -83,6 +83,9 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
             report("plain torch is not compared, because the job is lossy")
             return same
         model = build_model(placed.job, "cpu").to(placed.device)
+        if job.model.compile:
+            for part in split(model, job.model.blocks).blocks:
+                part.module.compile()
         plain = PlainOptimizer(placed.job, model, start)
         scaler = torch.amp.GradScaler(placed.device.type, enabled=job.model.dtype == "fp16")
         training = _PlainJob(placed.job, model, plain, scaler, placed.tokens, placed.device)
