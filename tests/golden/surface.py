@@ -214,7 +214,7 @@ def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     words = job.parse_overrides(options_of_now(overrides))
     loaded = job.load_job(path, words).model_dump(mode="json")
     now = {f"{section}.{name}": v for section, table in loaded.items() for name, v in table.items()}
-    for key in ("run.memory_limit", "budget.device"):
+    for key in ("run.memory_limit", "budget.device", "model.compile"):
         del now[key]
     for then, key in JOB_KEYS.items():
         now[then] = now.pop(key)

@@ -37,7 +37,7 @@ def nothing_is_left_behind(request):
     new = [
         t
         for t in threading.enumerate()
-        if t not in threads and not t.name.startswith(("pymp", "numba"))
+        if t not in threads and not t.name.startswith(("pymp", "numba", "tqdm_monitor"))
     ]
     # threads of libraries; ours have names
     if any(t.name.startswith("ThreadPoolExecutor-") for t in new):

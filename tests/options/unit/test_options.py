@@ -124,6 +124,7 @@ def test_every_field_of_a_value_is_checked(kind: type, name: str) -> None:
         ("host_budget", "lots", "a size"),
         ("device_budget", "lots", "a size"),
         ("blocks", [5], "a string, a list in which each item is a string or None"),
+        ("compile", 1, "True or False"),
         ("backwards_per_step", 0, "an integer at least 1 or None"),
         (
             "chunk_elements",
