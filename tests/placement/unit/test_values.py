@@ -113,6 +113,7 @@ def request_of(local: int = 1, **options: Any) -> Request:
         "device_budget": None,
         "backwards_per_step": None,
         "chunk_elements": 1 << 16,
+        "compile": False,
         "deadline_s": 1.0,
         "group": WorkerIdentity(local=local),
         "report": lambda _: None,

@@ -36,6 +36,7 @@ addresses = ["10.0.0.9"]
 memory = "8GB"
 nics = [{ rate = "1Gbit/s" }]
 """
+COMPILED = {"config": {"model_type": "llama"}, "compile": True}
 JOB = """
 parallelism = "auto"
 [model.config]
@@ -112,6 +113,7 @@ def test_a_plan_uses_the_numbers_of_the_job(files: tuple[Path, Path]) -> None:  
         ({"compress": {"keep": 0.1}}, "zero1", "compress and [parallelism]"),
         ({"optimizer": {"delay": 1}}, "zero1", "optimizer.delay and [parallelism]"),
         ({"budget": {"host": "1GiB"}}, "summation", "budget.host and [parallelism]"),
+        ({"model": COMPILED}, "zero1", "model.compile and [parallelism]"),
         ({"optimizer": {"delay": "none"}}, "server", "cannot be simulated, as it does not"),
         ({"parallelism": {"pp": 2}}, "zero1", "the job has parallelism.pp = 2"),
         ({"parallelism": {"widths": [1, 1]}}, "zero1", "the job has parallelism.widths"),

@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from roadtrain import cli
 from roadtrain.config.job import Job, job_of_run, load_job
@@ -496,6 +498,22 @@ def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     assert not [*tmp_path.glob("**/verify-*")], "the temporary store is removed"
     deviation = float(shown[-1].split("at most ")[1].split(" ")[0])
     assert deviation < 1e-5
+
+
+# torch's compiler reads .grad of the inputs of plain models
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_verify_compiles_the_blocks_of_plain_torch_as_well(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 1."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+    shown: list[str] = []
+    assert verify.verify(load_job(path, {"model.compile": True}), 2, shown.append)
+    assert sum("are bit-identical" in text for text in shown) == 2
+    assert counters["frames"]["ok"] == 2, "once for both placed models, once for plain torch"
+    torch.compiler.reset()
 
 
 def test_verify_of_a_lossy_job_compares_placements_only(path: Path) -> None:
