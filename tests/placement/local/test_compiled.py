@@ -47,8 +47,9 @@ class Stack(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(kind() for _ in range(DEPTH))
         self.shared = nn.Parameter(torch.ones(WIDTH))
-        for layer in self.layers:
-            layer.shared = self.shared
+        for module in self.layers.modules():
+            if isinstance(module, Inner):
+                module.shared = self.shared
 
     def forward(self, x):
         x = self.first(x) * self.shared
@@ -93,12 +94,14 @@ class Lora(Plain):
 
 
 class Inner(nn.Module):
+    """A module inside a block, with a parameter of the root block."""
+
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x, shared):
-        return self.linear(x) * shared
+    def forward(self, x):
+        return self.linear(x) * self.shared
 
 
 class Tied(nn.Module):
@@ -107,7 +110,7 @@ class Tied(nn.Module):
         self.inner = Inner()
 
     def forward(self, x):
-        return x + self.inner(x, self.shared)
+        return x + self.inner(x)
 
 
 class Broken(Plain):
