@@ -68,9 +68,8 @@ class ServerConfig:
     workers: int = 1
     local: int = 1  # workers per host whose gradients are summed first; negative if relays sum them
     io_threads: int = 4  # number of threads that read, and of threads that write
-    kernels: int = (
-        1  # number of threads that copy, sum and update; more than 1 with one worker only
-    )
+    # Number of threads that copy, sum and update. More than 1 only with one worker.
+    kernels: int = 1
     # Number of buffers for parameters that are sent to workers. None if the worker is in this
     # process, so that parameters are copied directly to the worker's memory.
     answers: int | None = None

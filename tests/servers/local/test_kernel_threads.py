@@ -32,8 +32,8 @@ def test_more_threads_change_no_bit(case, options, where, tmp_path, monkeypatch)
             threads = {server.config.kernels for server in placed.session.servers.running}
             losses = run(case, model, placed, scaler, 0, STEPS)
             results.append((threads, losses, _bytes(model, placed)))
-    (few, *one), (many, *several) = results
-    assert one == several and max(few) == 1 < min(many)
+    (few, *by_few), (many, *by_many) = results
+    assert by_few == by_many and max(few) == 1 < min(many)
 
 
 def _bytes(model, placed):

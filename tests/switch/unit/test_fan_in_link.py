@@ -30,7 +30,7 @@ from tests.support.fan_in_hub import WINDOW, Hub
 from tests.support.faulty import RandomFaults
 
 N, SMALL = 30_720, 2048  # elements of chunks; the larger ones need more packets than a window holds
-ONE = m.bitmap(1)  # names the only chunk of a block
+ONLY = m.bitmap(1)  # names the only chunk of a block
 WIDTH = {"int32": 4, "int16": 2, "int8": 1}
 
 
@@ -61,7 +61,7 @@ class Owner:
     def pull(self, chunk: int, version: int) -> int:
         ticket = next(self._tickets)
         self.into[ticket] = bytearray(round_up(self.chunks[chunk].weights_nbytes, PAGE))
-        self.link.send(m.PULL, m.encode((chunk, ONE, version, ticket)), urgent=True)
+        self.link.send(m.PULL, m.encode((chunk, ONLY, version, ticket)), urgent=True)
         return ticket
 
     def push(self, chunk: int, values: np.ndarray, dtype: str = "", fresh: bool = True) -> int:
@@ -69,7 +69,7 @@ class Owner:
         ticket = next(self._tickets)
         part = np.zeros(round_up(values.nbytes, PAGE), np.uint8)
         part[: values.nbytes] = values.view(np.uint8)
-        header = m.encode((chunk, ONE, fresh, -1, dtype, False))
+        header = m.encode((chunk, ONLY, fresh, -1, dtype, False))
         self.link.send(m.PUSH, header, [part.data], lambda: self._freed(ticket))
         return ticket
 
@@ -314,7 +314,7 @@ def test_messages_after_a_push_follow_its_announcement(scene: Any) -> None:
     owner, member = it.owners[0], it.hub.members[0]
     for chunk in (0, 2):
         owner.push(chunk, noise(chunk, it.chunks[chunk].numel))
-        owner.link.send(m.CLOSE, m.encode((chunk, ONE, 1)))
+        owner.link.send(m.CLOSE, m.encode((chunk, ONLY, 1)))
     it.hub.until(lambda: len(member.frames) == 4)
     frames = [(frame.kind, frame.fields.block) for frame in member.frames]
     assert frames == [
@@ -362,7 +362,7 @@ def test_a_trial_of_the_networks_multicast_is_answered() -> None:
 def test_a_compressed_gradient_is_refused(scene: Any) -> None:
     it = scene(workers=1)
     with pytest.raises(WireError, match="compressed gradient of block 0 cannot be summed"):
-        header = m.encode((0, ONE, True, 3, "fp32", False))
+        header = m.encode((0, ONLY, True, 3, "fp32", False))
         it.owners[0].link.send(m.PUSH, header, [memoryview(b"x" * 32)])
 
 
@@ -396,7 +396,7 @@ def test_an_unrequested_message_ends_the_link(scene: Any, wrong: Any, words: str
     assert isinstance(owner.errors[0], PeerError) and words in str(owner.errors[0])
     assert owner.free == [ticket] and len(owner.errors) == 1
     with pytest.raises(LostError):
-        owner.link.send(m.CLOSE, m.encode((0, ONE, 1)))
+        owner.link.send(m.CLOSE, m.encode((0, ONLY, 1)))
     with pytest.raises(LostError):
         owner.push(2, noise(1, SMALL))
     assert owner.free == [ticket]  # its data was never sent

@@ -320,11 +320,11 @@ def test_urgent_frames_overtake_frames_not_yet_being_sent(ends):
 def test_parts_that_are_frames_of_their_own_are_taken_one_by_one(ends):
     """They arrive in order, an urgent frame goes between them, and `sent` is called once."""
     ends.got_b.open.clear()
-    taken, calls = [], []
+    asked, calls = [], []
 
     def parts():
         for i in range(40):
-            taken.append(i)
+            asked.append(i)
             yield memoryview(bytes([i]) * 4 * MIB)
 
     ends.a.send(1, b"many", parts(), lambda: calls.append(1), each=True)
@@ -332,7 +332,7 @@ def test_parts_that_are_frames_of_their_own_are_taken_one_by_one(ends):
     while not ends.got_b.rooms:
         time.sleep(0.1)
     time.sleep(0.3)
-    assert len(taken) < 25 and not calls, "parts are taken when their turn comes"
+    assert len(asked) < 25 and not calls, "parts are taken when their turn comes"
     ends.a.send(3, b"urgent", urgent=True)
     ends.got_b.open.set()
     frames = ends.got_b.wait_frames(42)
