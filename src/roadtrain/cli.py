@@ -59,35 +59,46 @@ class Option:
     text: str
 
 
-COMMANDS = {
-    "train": Command(
-        "roadtrain.training.command:command", ("JOB.toml",), job_keys=True, job_word=0
-    ),
-    "serve": Command("roadtrain.servers.serve:command", ("HOST:PORT",)),
-    "verify": Command(
-        "roadtrain.training.verify:command", ("JOB.toml",), job_keys=True, job_word=0
-    ),
-    "status": Command("roadtrain.launch.status_command:command", ("RUN",)),
-    "export": Command("roadtrain.training.export:export_run", ("RUN", "DIR")),
-    "import": Command("roadtrain.training.export:import_weights", ("DIR",), job_keys=True),
-    "check-rule": Command("roadtrain.training.check_rule:command", ("MODULE:NAME",)),
-    "lab up": Command("roadtrain.lab.lab_command:up", ("LAB.toml",)),
-    "lab run": Command("roadtrain.lab.lab_command:run", ("LAB.toml", "HOST", "-- CMD...")),
-    "lab down": Command("roadtrain.lab.lab_command:down", ("LAB.toml",)),
-    "probe": Command("roadtrain.planner.probe:command"),
-    "calibrate": Command(
-        "roadtrain.planner.calibrate:command", ("CLUSTER.toml", "JOB.toml"), job_word=1
-    ),
-    "plan": Command("roadtrain.planner.plan:command", ("CLUSTER.toml",)),
-    "launch": Command("roadtrain.launch.launch:command", ("[PLAN.toml]", "[JOB.toml]")),
-    "simulate": Command("roadtrain.planner.simulate:command", ("CLUSTER.toml",)),
-    "reproduce": Command("benchmarks.planner.reproduce:command", ("[PAPER]",)),
-    "preflight": Command(
-        "roadtrain.training.preflight_command:command", ("[JOB.toml]",), job_word=0
-    ),
-    "soak": Command("benchmarks.soak.soak:command"),
-    "bench": Command("benchmarks.__main__:bench", ("NAME",)),
+COMMAND_GROUPS: Mapping[str, Mapping[str, Command]] = {
+    "start here": {
+        "train": Command(
+            "roadtrain.training.command:command", ("JOB.toml",), job_keys=True, job_word=0
+        ),
+    },
+    "run": {
+        "serve": Command("roadtrain.servers.serve:command", ("HOST:PORT",)),
+        "launch": Command("roadtrain.launch.launch:command", ("[PLAN.toml]", "[JOB.toml]")),
+        "export": Command("roadtrain.training.export:export_run", ("RUN", "DIR")),
+        "import": Command("roadtrain.training.export:import_weights", ("DIR",), job_keys=True),
+    },
+    "look": {
+        "status": Command("roadtrain.launch.status_command:command", ("RUN",)),
+    },
+    "plan": {
+        "probe": Command("roadtrain.planner.probe:command"),
+        "plan": Command("roadtrain.planner.plan:command", ("CLUSTER.toml",)),
+        "simulate": Command("roadtrain.planner.simulate:command", ("CLUSTER.toml",)),
+        "calibrate": Command(
+            "roadtrain.planner.calibrate:command", ("CLUSTER.toml", "JOB.toml"), job_word=1
+        ),
+    },
+    "prove": {
+        "verify": Command(
+            "roadtrain.training.verify:command", ("JOB.toml",), job_keys=True, job_word=0
+        ),
+        "check-rule": Command("roadtrain.training.check_rule:command", ("MODULE:NAME",)),
+        "preflight": Command(
+            "roadtrain.training.preflight_command:command", ("[JOB.toml]",), job_word=0
+        ),
+        "lab up": Command("roadtrain.lab.lab_command:up", ("LAB.toml",)),
+        "lab run": Command("roadtrain.lab.lab_command:run", ("LAB.toml", "HOST", "-- CMD...")),
+        "lab down": Command("roadtrain.lab.lab_command:down", ("LAB.toml",)),
+        "soak": Command("benchmarks.soak.soak:command"),
+        "reproduce": Command("benchmarks.planner.reproduce:command", ("[PAPER]",)),
+        "bench": Command("benchmarks.__main__:bench", ("NAME",)),
+    },
 }
+COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,9 +270,13 @@ def _find_benchmarks() -> Path:
 
 def _help() -> str:
     lines = ["Trains models larger than memory.", "", "roadtrain COMMAND ...", ""]
-    for name, command in COMMANDS.items():
-        lines.append(f"  {' '.join([name, *command.words]):32}{summary_of(command.target)}")
-    return "\n".join([*lines, "", "Run `roadtrain COMMAND --help` for the options of a command."])
+    for title, group in COMMAND_GROUPS.items():
+        lines.append(f"{title}:")
+        for name, command in group.items():
+            first = summary_of(command.target).partition(". ")[0].removesuffix(".")
+            lines.append(f"  {' '.join([name, *command.words]):32}{first}")
+        lines.append("")
+    return "\n".join([*lines, "Run `roadtrain COMMAND --help` for the options of a command."])
 
 
 def _command_help(name: str) -> str:

@@ -110,27 +110,23 @@ def test_place() -> None:
 
 
 def test_commands() -> None:
-    assert list(cli.COMMANDS) == [
-        "train",
-        "serve",
-        "verify",
-        "status",
-        "export",
-        "import",
-        "check-rule",
-        "lab up",
-        "lab run",
-        "lab down",
-        "probe",
-        "calibrate",
-        "plan",
-        "launch",
-        "simulate",
-        "reproduce",
-        "preflight",
-        "soak",
-        "bench",
-    ]
+    assert {title: list(group) for title, group in cli.COMMAND_GROUPS.items()} == {
+        "start here": ["train"],
+        "run": ["serve", "launch", "export", "import"],
+        "look": ["status"],
+        "plan": ["probe", "plan", "simulate", "calibrate"],
+        "prove": [
+            "verify",
+            "check-rule",
+            "preflight",
+            "lab up",
+            "lab run",
+            "lab down",
+            "soak",
+            "reproduce",
+            "bench",
+        ],
+    }
 
 
 def test_keys_of_a_job() -> None:

@@ -98,6 +98,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.COMMANDS)
+    assert all(f"\n{title}:\n" in shown for title in cli.COMMAND_GROUPS)
     for name, command in cli.COMMANDS.items():
         assert cli.main([name, "--help"]) == 0
         shown = capsys.readouterr().out
