@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test test-quick test-rest test-all test-device test-gpu mutants check types bench bench-all bench-page docs bpf
+.PHONY: train train-plain test test-quick test-rest test-all test-device test-gpu mutants check types bench bench-all bench-page docs package bpf
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -65,6 +65,12 @@ types: $(READY)
 docs: $(READY)
 	$(BIN)/python -m benchmarks.page --check
 	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Wheels and sdists of the package and its plugins, in build/dist, checked as an index checks them.
+package: $(READY)
+	rm -rf build/dist
+	for project in . plugins/rdma plugins/switch_offload; do $(BIN)/python -m build --no-isolation --outdir build/dist $$project || exit 1; done
+	$(BIN)/twine check --strict build/dist/*
 
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)
