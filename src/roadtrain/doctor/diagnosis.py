@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from roadtrain.config.job import Job
+from roadtrain.doctor.torch_report import TorchReport
 from roadtrain.storage.rates import StorageRates
 
 T = TypeVar("T")
@@ -28,18 +29,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
     level: Level  # prevents training, slows training, or is worth knowing
     what: str  # what was found, with both numbers
     fix: str = ""  # what to do about it; a note may have none
-
-
-class TorchReport(msgspec.Struct, frozen=True):
-    """A report on torch, from a process that imported it (torch_report.py)."""
-
-    version: str = ""
-    built_for: str = ""  # such as `CUDA 12.8`; "" if torch computes on CPUs only
-    devices: tuple[tuple[str, int, int], ...] = ()  # name, free bytes and total bytes of each
-    kind: str = ""  # `cuda`, `xpu`, ...; "" without a device
-    threads: int = 0  # threads of an operation on the CPU
-    unpinned: str = ""  # why memory could not be pinned for the first device
-    failure: str = ""  # why torch could not be used; the other fields are then incomplete
 
 
 class PeerAnswer(msgspec.Struct, frozen=True):
@@ -64,7 +53,8 @@ class Subject:
     python: tuple[int, int] = (sys.version_info[0], sys.version_info[1])
     root: Path = Path("/")  # of /sys, /proc and /dev
     torch: TorchReport = field(default_factory=TorchReport)
-    rates: Mapping[Path, StorageRates | str] = field(default_factory=dict)
+    # rates of directories; a text is the reason why there are none, None stands for a timeout
+    rates: Mapping[Path, StorageRates | str | None] = field(default_factory=dict)
     answers: Mapping[str, PeerAnswer] = field(default_factory=dict)
 
     def read(self, path: str) -> str:

@@ -27,19 +27,19 @@ from roadtrain import __version__
 from roadtrain.config.job import Job, load_job
 from roadtrain.doctor import host_limits, reachable_names, software, store_directories
 from roadtrain.doctor.diagnosis import Background, Diagnosis, PeerAnswer, Subject
-from roadtrain.doctor.torch_report import report_torch
+from roadtrain.doctor.torch_report import TorchReport, report_torch
 from roadtrain.errors import ConfigError
 from roadtrain.launch.host_report import versions
 from roadtrain.stages.host_cards import this_host
 from roadtrain.storage.direct import check_file, replace_file
-from roadtrain.storage.rates import StorageRates
 from roadtrain.transport.address import address_of
 from roadtrain.units import show_bytes
 
 T = TypeVar("T")
+Default = TypeVar("Default")
 Check = Callable[[Subject], Iterable[Diagnosis]]
-MEASURE_S = 6.0  # for the first checks and all measurements; the command ends within 10 s
-LAST_S = 1.5  # for the checks of what was measured
+MEASURE_S = 6.5  # for the first checks and all measurements; the command ends within 10 s
+LAST_S = 1.0  # for the checks of what was measured
 PACKAGES = ("numpy", "numba", "transformers", "tokenizers", "accelerate", "peft", "ray")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL", re.IGNORECASE)
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}\b")
@@ -171,12 +171,12 @@ def examine(subject: Subject) -> DoctorReport:
         for directory in store_directories.measurable(subject.dirs)
     }
     found = run_checks(CHECKS, subject, background)
-    slow: StorageRates | str = f"reading and writing took more than {MEASURE_S:.0f} s"
-    silent = PeerAnswer(f"no answer within {MEASURE_S:.0f} s", answered=False)
+    unknown = TorchReport(unknown="not examined, since this machine is too busy")
+    silent = PeerAnswer(f"no answer within {MEASURE_S:g} s", answered=False)
     subject = replace(
         subject,
-        torch=torch(),
-        rates={at: _or_else(wait, slow) for at, wait in rates.items()},
+        torch=_or_else(torch, unknown),
+        rates={at: _or_else(wait, None) for at, wait in rates.items()},
         answers={peer: _or_else(wait, silent) for peer, wait in answers.items()},
     )
     found += run_checks(MEASURED_CHECKS, subject, Background(LAST_S))
@@ -185,7 +185,7 @@ def examine(subject: Subject) -> DoctorReport:
     )
 
 
-def _or_else(wait: Callable[[], T], default: T) -> T:
+def _or_else(wait: Callable[[], T], default: Default) -> T | Default:
     try:
         return wait()
     except TimeoutError:
@@ -225,8 +225,9 @@ def facts(subject: Subject) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processors": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{show_bytes(memory.available)} free of {show_bytes(memory.total)}",
-        "devices": "; ".join(devices) or torch.failure or "none",
-        "torch": f"{torch.version}, built for {torch.built_for or 'CPUs'}",
+        "devices": "; ".join(devices) or torch.failure or torch.unknown or "none",
+        "torch": torch.unknown
+        or f"{torch.version}, built for {torch.built_for or 'CPUs'}, {torch.threads} thread(s)",
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
         "not installed": ", ".join(p for p in PACKAGES if p not in found) or "nothing",
         "control group": ", ".join(limits) or "no limits",
@@ -252,7 +253,7 @@ def uses(subject: Subject) -> dict[str, str]:
     own = "" if job and job.budget.host else ", the default"
     return {
         "device": device,
-        "threads": f"{torch.threads} for torch; updates: half of the processors, at most 8",
+        "threads": f"{torch.threads or '?'} for torch; updates: half of the processors, at most 8",
         "host memory": f"{budget}{own}",
         "state": state,
         "servers": "; ".join(f"{peer}: {a.text}" for peer, a in subject.answers.items()) or "none",

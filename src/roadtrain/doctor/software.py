@@ -84,12 +84,17 @@ def nvidia_devices(subject: Subject) -> int:
 
 def check_torch(subject: Subject) -> Iterator[Diagnosis]:
     torch, cards = subject.torch, nvidia_devices(subject)
-    if torch.failure:
+    if torch.unknown:
+        what, fix = f"torch: {torch.unknown}", "repeat the command when the machine is less busy"
+        yield Diagnosis("torch", "note", what, fix)
+    elif torch.failure:
         fix = "reinstall torch; `python -c 'import torch'` shows the whole error"
-        yield Diagnosis("torch", "wrong", torch.failure, fix)
+        yield Diagnosis("torch", "wrong", f"torch: {torch.failure}", fix)
     elif cards and not torch.devices:
         yield _unseen(subject, cards)
-    if (subject.root / "dev/kfd").exists() and not torch.built_for:
+    if (subject.root / "dev/kfd").exists() and not (
+        torch.built_for or torch.unknown or torch.failure
+    ):
         what = f"this host has an AMD device (/dev/kfd), but torch {torch.version} is for CPUs"
         yield Diagnosis("torch-build", "note", what, "install torch built for ROCm to use it")
 

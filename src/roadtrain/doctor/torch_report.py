@@ -5,6 +5,7 @@ A process of its own, because importing torch or starting a driver may take long
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -13,10 +14,22 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.doctor.diagnosis import TorchReport
 from roadtrain.units import MIB
 
 PINNED = 256 * MIB  # bytes that are pinned as a trial
+
+
+class TorchReport(msgspec.Struct, frozen=True):
+    """A report on torch, from a process that imported it."""
+
+    version: str = ""
+    built_for: str = ""  # such as `CUDA 12.8`; "" if torch computes on CPUs only
+    devices: tuple[tuple[str, int, int], ...] = ()  # name, free bytes and total bytes of each
+    kind: str = ""  # `cuda`, `xpu`, ...; "" without a device
+    threads: int = 0  # threads of an operation on the CPU
+    unpinned: str = ""  # why memory could not be pinned for the first device
+    failure: str = ""  # why torch could not be used
+    unknown: str = ""  # why nothing is known about torch
 
 
 def report_torch(environ: dict[str, str], timeout_s: float) -> TorchReport:
@@ -32,11 +45,12 @@ def report_torch(environ: dict[str, str], timeout_s: float) -> TorchReport:
         )
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchReport)
     except subprocess.TimeoutExpired:
-        failure = f"importing torch and starting its devices took more than {timeout_s:.0f} s"
+        unknown = f"not examined, since importing it and its devices took more than {timeout_s:g} s"
+        return TorchReport(version, unknown=unknown)
     except (IndexError, msgspec.DecodeError):
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        failure = f"importing torch failed with exit code {done.returncode}: {lines[-1]}"
-    return TorchReport(version, failure=failure)
+        failure = f"importing it failed with exit code {done.returncode}: {lines[-1]}"
+        return TorchReport(version, failure=failure)
 
 
 def main() -> None:
@@ -49,30 +63,30 @@ def main() -> None:
         try:
             report = _with_devices(torch, report)
         except Exception as error:  # the driver's errors have many types
-            failure = f"torch sees a device, but cannot use it: {error}".splitlines()[0]
+            failure = f"it sees a device, but cannot use it: {error}".splitlines()[0]
             report = msgspec.structs.replace(report, failure=failure)
-    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    print(msgspec.json.encode(report).decode(), flush=True)
+    os._exit(0)  # torch takes a while to end
 
 
 def _with_devices(torch: Any, report: TorchReport) -> TorchReport:
-    choice: Any = importlib.import_module("roadtrain.planner.probe")
     accelerator: Any = importlib.import_module("roadtrain.device.accelerator")
-    devices = choice.accelerators()
-    found = []
-    for device in devices:
-        free, total = torch.accelerator.get_memory_info(device)
-        found.append((choice.device_name(device), free, total))
-    first = accelerator.accelerator_of(devices[0])
+    kind = torch.accelerator.current_accelerator().type
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)
+    devices = [
+        (str(name_of(number)), *torch.accelerator.get_memory_info(number))
+        for number in range(torch.accelerator.device_count())
+    ]
+    first = accelerator.accelerator_of(torch.device(kind, 0))
     unpinned: list[str] = []
     first.report = unpinned.append
     memory = torch.zeros(PINNED, dtype=torch.uint8)
     if first.try_pin(memory):
         first.unpin(memory)
     return msgspec.structs.replace(
-        report, devices=tuple(found), kind=devices[0].type, unpinned=" ".join(unpinned)
+        report, devices=tuple(devices), kind=kind, unpinned=" ".join(unpinned)
     )
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     main()
