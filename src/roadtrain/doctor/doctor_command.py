@@ -127,12 +127,14 @@ def command(
     """
     if json:
         check_file(Path(json))
-    report = examine(subject_of(path, dirs, peers, token_file))
+    subject = subject_of(path, dirs, peers, token_file)
+    report = examine(subject)
     if json:
         replace_file(
             Path(json), msgspec.json.format(msgspec.json.encode(report)) + b"\n", "writing"
         )
-    print(without_names(report.text()) if paste else report.text())
+    hosts = [address_of(peer)[0] for peer in subject.peers]
+    print(without_names(report.text(), hosts) if paste else report.text())
     return 0 if report.is_healthy else 1
 
 
@@ -260,22 +262,23 @@ def uses(subject: Subject) -> dict[str, str]:
     }
 
 
-def without_names(text: str) -> str:
-    """Replace the names of hosts and users, addresses, home directories and secrets in a text."""
+def without_names(text: str, hosts: Sequence[str] = ()) -> str:
+    """Replace the names of this and of other hosts, users, addresses, home directories and secrets
+    in a text."""
     hidden = {os.path.expanduser("~"): "~"}
     hidden |= {v: "SECRET" for name, v in os.environ.items() if SECRET.search(name) and len(v) > 5}
-    hidden |= dict.fromkeys(_host_names(), "HOST")
+    hidden |= dict.fromkeys([*hosts, *_host_names()], "HOST")
     users = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")} | {_user()}
     hidden |= dict.fromkeys(users - {"", "root"}, "USER")
     for word in sorted(hidden, key=len, reverse=True):
-        if len(word) > 1:
+        if len(word) > 1 and word != "localhost":
             text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", hidden[word], text)
     return ADDRESS.sub("ADDRESS", text)
 
 
 def _host_names() -> Sequence[str]:
-    own = socket.gethostname()
-    return [own, own.partition(".")[0], socket.getfqdn(), platform.node()]
+    own, master = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
+    return [own, own.partition(".")[0], socket.getfqdn(), master]
 
 
 def _user() -> str:

@@ -133,12 +133,12 @@ def _check_space(directory: Path, needs: int) -> Iterator[Diagnosis]:
 
 def _check_kind(subject: Subject, directory: Path, at: PathReport) -> Iterator[Diagnosis]:
     if at.files:
-        kind, source, mount = at.files.split()
+        kind, _, mount = at.files.split()
         yield Diagnosis(
             "network-files",
             "slow" if subject.named or subject.job else "note",
-            f"{directory} is on a network file system ({kind} at {mount}, from {source}): every"
-            " step waits for that network",
+            f"{directory} is on a network file system ({kind} at {mount}): every step"
+            " waits for that network",
             "name a directory on a local SSD, or run `roadtrain serve` where the disks are",
         )
     if in_ram(directory):
