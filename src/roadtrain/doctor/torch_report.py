@@ -6,7 +6,6 @@ A process of its own, because importing torch or starting a driver may take long
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -34,10 +33,6 @@ class TorchReport(msgspec.Struct, frozen=True):
 
 def report_torch(environ: dict[str, str], timeout_s: float) -> TorchReport:
     """Return the report of a new process, which is killed after `timeout_s`."""
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return TorchReport(failure="torch is not installed")
     command = [sys.executable, "-m", "roadtrain.doctor.torch_report"]
     try:
         done = subprocess.run(
@@ -45,12 +40,11 @@ def report_torch(environ: dict[str, str], timeout_s: float) -> TorchReport:
         )
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchReport)
     except subprocess.TimeoutExpired:
-        unknown = f"not examined, since importing it and its devices took more than {timeout_s:g} s"
-        return TorchReport(version, unknown=unknown)
+        return TorchReport(unknown=f"importing it and its devices took more than {timeout_s:g} s")
     except (IndexError, msgspec.DecodeError):
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        failure = f"importing it failed with exit code {done.returncode}: {lines[-1]}"
-        return TorchReport(version, failure=failure)
+        error = done.stderr.decode(errors="replace").strip() or "no message"
+        why = f"exit code {done.returncode}: {error.splitlines()[-1]}"
+        return TorchReport(failure=f"importing it or its devices ended with {why}")
 
 
 def main() -> None:
@@ -60,11 +54,7 @@ def main() -> None:
     built_for = next((f"{kind} {number}" for kind, number in kinds.items() if number), "")
     report = TorchReport(str(torch.__version__), built_for, threads=torch.get_num_threads())
     if torch.accelerator.is_available():
-        try:
-            report = _with_devices(torch, report)
-        except Exception as error:  # the driver's errors have many types
-            failure = f"it sees a device, but cannot use it: {error}".splitlines()[0]
-            report = msgspec.structs.replace(report, failure=failure)
+        report = _with_devices(torch, report)
     print(msgspec.json.encode(report).decode(), flush=True)
     os._exit(0)  # torch takes a while to end
 
@@ -73,18 +63,13 @@ def _with_devices(torch: Any, report: TorchReport) -> TorchReport:
     accelerator: Any = importlib.import_module("roadtrain.device.accelerator")
     kind = torch.accelerator.current_accelerator().type
     name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)
-    devices = [
-        (str(name_of(number)), *torch.accelerator.get_memory_info(number))
-        for number in range(torch.accelerator.device_count())
-    ]
-    first = accelerator.accelerator_of(torch.device(kind, 0))
-    unpinned: list[str] = []
-    first.report = unpinned.append
-    memory = torch.zeros(PINNED, dtype=torch.uint8)
-    if first.try_pin(memory):
-        first.unpin(memory)
+    numbers = range(torch.accelerator.device_count())
+    found = [(str(name_of(n)), *torch.accelerator.get_memory_info(n)) for n in numbers]
+    first, refusals = accelerator.accelerator_of(torch.device(kind, 0)), list[str]()
+    first.report = refusals.append
+    first.try_pin(torch.zeros(PINNED, dtype=torch.uint8))
     return msgspec.structs.replace(
-        report, devices=tuple(devices), kind=kind, unpinned=" ".join(unpinned)
+        report, devices=tuple(found), kind=kind, unpinned=" ".join(refusals)
     )
 
 
