@@ -1,5 +1,5 @@
-"""`roadtrain doctor`: run all checks on this machine, and print what it has, what roadtrain uses,
-and what is wrong.
+"""`roadtrain doctor`: run all checks on this machine, and print its hardware, the part that
+roadtrain will use, and its faults.
 
 A new check is a function that takes a Subject and yields Diagnoses, a line in CHECKS, and an entry
 in faults.toml. Disks, servers and torch are measured at the same time, before all checks. A check
@@ -69,8 +69,8 @@ CHECKS: tuple[Check, ...] = (
 class DoctorReport(msgspec.Struct, frozen=True):
     """The result of the command, as `--json` writes it."""
 
-    machine: dict[str, str]  # what the machine has
-    uses: dict[str, str]  # what roadtrain will use
+    machine: dict[str, str]  # hardware, limits, versions and measured rates
+    uses: dict[str, str]  # the part of it that roadtrain will use
     findings: tuple[Diagnosis, ...]
     seconds: float
     format: int = 1
@@ -101,7 +101,7 @@ def command(
     json: str = "",
     paste: bool = False,
 ) -> int:
-    """Examine this machine: what it has, what roadtrain will use, what is wrong and how to fix it.
+    """Examine this machine: print its hardware, the part that roadtrain will use, faults and fixes.
 
     With a job, check what the job needs: its directories, budgets, servers and packages. The
     command ends within 10 s and changes nothing. The exit code is 1 if something prevents or slows

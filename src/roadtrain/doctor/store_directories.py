@@ -1,4 +1,4 @@
-"""Checks of the directories for stores: what they are, what is in them, and how fast they are."""
+"""Checks of the directories for stores: their file systems, contents, rates and clocks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from roadtrain.config.job import make_job
 from roadtrain.doctor import host_limits, reachable_names, software, store_directories
-from roadtrain.doctor.diagnosis import Diagnosis, Subject
+from roadtrain.doctor.diagnosis import Diagnosis, Subject, faults
 from roadtrain.doctor.torch_report import TorchReport
 from roadtrain.launch import host_report
 from roadtrain.storage.rates import StorageRates
@@ -298,3 +298,51 @@ def test_shared_memory_for_several_devices(tmp_path: Path, monkeypatch: pytest.M
     assert not alarms(host_limits.check_shared_memory, of)  # docker's default is enough for one
     of = replace(of, torch=replace_devices((H100, H100)))
     assert alarms(host_limits.check_shared_memory, of) == [("shared-memory", "wrong")]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_smallest_limit_of_a_control_group_and_its_parents_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    own = tmp_path / "pod/container"
+    own.mkdir(parents=True)
+    limits = {tmp_path / "pod": (3 * GIB, 150_000), own: (None, None)}
+    for group, (memory, quota) in limits.items():
+        if version == 1:
+            (group / "memory.limit_in_bytes").write_text(str(memory or (1 << 63) - 4096))
+            (group / "cpu.cfs_quota_us").write_text(str(quota or -1))
+            (group / "cpu.cfs_period_us").write_text("100000")
+        else:
+            (group / "memory.max").write_text(str(memory or "max"))
+            (group / "cpu.max").write_text(f"{quota or 'max'} 100000")
+    monkeypatch.setattr(host_limits, "hierarchy", lambda _: tmp_path)
+    monkeypatch.setattr(host_limits, "own_group", lambda _: own)
+    monkeypatch.setattr(host_limits, "is_version_2", lambda _: version == 2)
+    assert host_limits.memory_limit() == 3 * GIB and host_limits.processor_limit() == 1.5
+    # in a container, the path of the group does not exist below the mount
+    monkeypatch.setattr(host_limits, "own_group", lambda _: tmp_path / "not/mounted")
+    assert host_limits.processor_limit() == float("inf")
+
+
+def test_a_partition_is_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "sda/sda1", tmp_path / "sda/sda2"
+    for path in (first, second):
+        path.mkdir(parents=True)
+        (path / "partition").write_text("1")
+    array = [first, second, tmp_path / "sdb"]
+    monkeypatch.setattr(store_directories, "disks_of", lambda _: array)
+    expected = ("sda", "sda", "sdb")
+    if store_directories.disk_of(Path("/"))[0].startswith("file system"):
+        pytest.skip("/ is not on a disk here")
+    assert store_directories.disk_of(Path("/")) == expected
+
+
+def test_every_fault_has_its_texts_and_a_place_in_the_code() -> None:
+    folder = Path(host_limits.__file__).parent
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    for entry, texts in faults().items():
+        assert f'"{entry}"' in code, f"no check names {entry}"
+        assert {"level", "what", "fix"} <= texts.keys()
+        assert bool(texts["fix"]) or texts["level"] == "note", f"{entry} says no way out"
+        assert ("about" in texts) == ("/" not in entry), entry
+    assert len([entry for entry in faults() if "/" not in entry]) >= 20
