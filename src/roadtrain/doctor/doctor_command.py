@@ -9,6 +9,7 @@ or a measurement that hangs is abandoned.
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import platform
 import re
@@ -36,10 +37,13 @@ from roadtrain.transport.address import address_of
 from roadtrain.units import show_bytes, show_rate
 
 Check = Callable[[Subject], Iterable[Diagnosis]]
-MEASURE_S, CHECK_S = 6.5, 1.5  # for all measurements, and for all checks
+MEASURED_S = 7.5  # from the start of this process to the end of all measurements
+LEAST_S, MOST_S, CHECK_S = 4.0, 6.5, 1.5  # for all measurements, and for all checks
 PACKAGES = ("numpy", "numba", "transformers", "tokenizers", "accelerate", "peft", "ray")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL", re.IGNORECASE)
-ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}\b")
+ADDRESS = re.compile(
+    r"\b(?!127\.)\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}\b"
+)
 
 CHECKS: tuple[Check, ...] = (
     software.check_versions,
@@ -145,13 +149,15 @@ def subject_of(path: str, dirs: str, peers: str, token_file: str | None) -> Subj
 
 def examine(subject: Subject) -> DoctorReport:
     """Measure, and run all checks. Takes at most 10 s."""
-    begin, background = time.monotonic(), Background(MEASURE_S)
+    begin, started = time.monotonic(), time.time() - psutil.Process().create_time()
+    seconds = min(MOST_S, max(LEAST_S, MEASURED_S - started))
+    background = Background(seconds)
     torch = background.start(
-        partial(report_torch, dict(subject.environ), MEASURE_S - 0.5),
+        partial(report_torch, dict(subject.environ), seconds - 0.5),
         TorchReport(unknown="this machine is too busy"),
     )
     ask = partial(reachable_names.ask_peer, subject)
-    silent: float | str = f"no answer for {MEASURE_S:g} s"
+    silent: float | str = f"no answer for {seconds:.1f} s"
     answers = {peer: background.start(partial(ask, peer), silent) for peer in subject.peers}
     on_disks = [directory for directory in subject.dirs if not in_ram(directory)]
     rates = {
@@ -165,8 +171,8 @@ def examine(subject: Subject) -> DoctorReport:
         answers={peer: wait() for peer, wait in answers.items()},
     )
     found = run_checks(CHECKS, subject, Background(CHECK_S))
-    seconds = round(time.monotonic() - begin, 2)
-    return DoctorReport(facts(subject), uses(subject), tuple(found), seconds)
+    took = round(time.monotonic() - begin, 2)
+    return DoctorReport(facts(subject), uses(subject), tuple(found), took)
 
 
 def run_checks(
@@ -191,14 +197,15 @@ def facts(subject: Subject) -> dict[str, str]:
     """Return what the machine has."""
     memory, torch = psutil.virtual_memory(), subject.torch
     limit, quota = host_limits.memory_limit(), host_limits.processor_limit()
-    most = show_bytes(limit) if limit < memory.total else "unlimited"
+    most = f"{show_bytes(limit)} of memory" if limit < memory.total else "all memory"
+    share = "all" if quota == math.inf else f"{quota:.1f}"
     devices = [f"{name}, {show_bytes(total)}" for name, _, total in torch.devices]
     found = versions() | {name: software.installed(name) or "missing" for name in PACKAGES}
     out = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processors": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{show_bytes(memory.available)} free of {show_bytes(memory.total)}",
-        "control group": f"memory {most}, {quota:.1f} processors",
+        "control group": f"{most}, {share} processors",
         "devices": "; ".join(devices) or torch.failure or torch.unknown or "none",
         "torch": f"{torch.version} for {torch.built_for or 'CPUs'}, {torch.threads} thread(s)",
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
@@ -236,6 +243,6 @@ def without_names(text: str, hosts: Sequence[str] = ()) -> str:
     hidden = {os.path.expanduser("~"): "~", **dict.fromkeys(names, "HOST")}
     hidden |= {v: "SECRET" for name, v in environ.items() if SECRET.search(name) and len(v) > 5}
     hidden |= dict.fromkeys({*users} - {"root"}, "USER")
-    for word in sorted(hidden.keys() - {"", "localhost"}, key=len, reverse=True):
+    for word in sorted(hidden.keys() - {"", "localhost", "127.0.0.1"}, key=len, reverse=True):
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", hidden[word], text)
     return ADDRESS.sub("ADDRESS", text)

@@ -12,6 +12,7 @@ from roadtrain.sums.host_topology import ACCELERATORS, NVIDIA, functions
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # supported versions of Python
 NEEDED = re.compile(r"([\w.-]+)>=([\d.]+)$")
+CONTAINER = (".dockerenv", "run/.containerenv", "run/secrets/kubernetes.io")
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -63,7 +64,9 @@ def check_extras(subject: Subject) -> Iterator[Diagnosis]:
 def check_torch(subject: Subject) -> Iterator[Diagnosis]:
     torch, root = subject.torch, subject.root
     cards = len(list((root / "dev").glob("nvidia[0-9]*")))
-    cards = max(cards, len(functions(ACCELERATORS, NVIDIA, root / "sys")))
+    # a container sees all PCI devices of its host, but may be meant to use none of them
+    if not any((root / name).exists() for name in CONTAINER):
+        cards = max(cards, len(functions(ACCELERATORS, NVIDIA, root / "sys")))
     built = torch.built_for or "CPUs"
     if torch.unknown:
         yield diagnose("torch/unknown", why=torch.unknown)
@@ -89,7 +92,12 @@ def _unseen(subject: Subject, cards: int, built: str) -> Diagnosis:
 
 
 def check_devices(subject: Subject) -> Iterator[Diagnosis]:
-    devices = subject.torch.devices
+    devices, kind = subject.torch.devices, subject.torch.kind
+    wanted = subject.job.run.device if subject.job and not subject.torch.unknown else ""
+    name, _, index = wanted.partition(":")
+    if name not in ("", "cpu", kind) or (index.isdigit() and int(index) >= max(1, len(devices))):
+        texts = {"device": wanted, "kind": kind or "none"}
+        yield diagnose("missing-device", count=len(devices), **texts)
     if len(kinds := sorted({name for name, _, _ in devices})) > 1:
         yield diagnose("mixed-devices", kinds=kinds)
     for number, (name, free, total) in enumerate(devices):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roadtrain.chunks import ITEMSIZE
-from roadtrain.config.job import Job
+from roadtrain.config.job import Job, files_read
 from roadtrain.config.job_model import shape_of
 from roadtrain.doctor.diagnosis import Diagnosis, Subject, diagnose
 from roadtrain.errors import RoadtrainError
@@ -61,8 +61,11 @@ def file_bytes(job: Job) -> int:
 def check_directories(subject: Subject) -> Iterator[Diagnosis]:
     job, paths = subject.job, tuple(str(directory.absolute()) for directory in subject.dirs)
     run = str(job.run_dir.absolute()) if job else paths[0]
-    report = report_host(HostQuery(run, paths))
+    globs, files = (job.data.paths, files_read(job).values()) if job else ((), ())
+    report = report_host(HostQuery(run, paths, globs=tuple(globs), files=tuple(files)))
     needs = file_bytes(job) // len(paths) if job else 0
+    for path in report.lacking:
+        yield diagnose("file", path=path)
     for directory, store in zip(subject.dirs, report.stores):
         if why := _why_unusable(job, run, store.at):
             yield diagnose("directory", at=directory, why=why)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from roadtrain.errors import ConfigError
 from roadtrain.units import MIB
 
 PINNED = 256 * MIB  # bytes that are pinned as a trial
@@ -40,7 +41,7 @@ def report_torch(environ: dict[str, str], timeout_s: float) -> TorchReport:
         )
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchReport)
     except subprocess.TimeoutExpired:
-        return TorchReport(unknown=f"importing it and its devices took more than {timeout_s:g} s")
+        return TorchReport(unknown=f"importing it and its devices took more than {timeout_s:.1f} s")
     except (IndexError, msgspec.DecodeError):
         error = done.stderr.decode(errors="replace").strip() or "no message"
         why = f"exit code {done.returncode}: {error.splitlines()[-1]}"
@@ -54,20 +55,26 @@ def main() -> None:
     built_for = next((f"{kind} {number}" for kind, number in kinds.items() if number), "")
     report = TorchReport(str(torch.__version__), built_for, threads=torch.get_num_threads())
     if torch.accelerator.is_available():
-        report = _with_devices(torch, report)
+        report = with_devices(torch, report)
     print(msgspec.json.encode(report).decode(), flush=True)
     os._exit(0)  # torch takes a while to end
 
 
-def _with_devices(torch: Any, report: TorchReport) -> TorchReport:
+def with_devices(torch: Any, report: TorchReport) -> TorchReport:
     accelerator: Any = importlib.import_module("roadtrain.device.accelerator")
     kind = torch.accelerator.current_accelerator().type
     name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)
-    numbers = range(torch.accelerator.device_count())
-    found = [(str(name_of(n)), *torch.accelerator.get_memory_info(n)) for n in numbers]
-    first, refusals = accelerator.accelerator_of(torch.device(kind, 0)), list[str]()
-    first.report = refusals.append
-    first.try_pin(torch.zeros(PINNED, dtype=torch.uint8))
+    found, refusals = [], list[str]()
+    for number in range(torch.accelerator.device_count()):
+        device = accelerator.accelerator_of(torch.device(kind, number))
+        try:
+            memory = device.memory()
+        except ConfigError:  # torch does not know it
+            memory = 0, 0
+        found.append((str(name_of(number)), *memory))
+        if number == 0:
+            device.report = refusals.append
+            device.try_pin(torch.zeros(PINNED, dtype=torch.uint8))
     return msgspec.structs.replace(
         report, devices=tuple(found), kind=kind, unpinned=" ".join(refusals)
     )

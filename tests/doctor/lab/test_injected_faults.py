@@ -183,6 +183,13 @@ def missing(home: Path, _: ExitStack) -> Injected:
     return Injected((job_file(home, home / "no/such/disk"),))
 
 
+def no_model(home: Path, _: ExitStack) -> Injected:
+    path = job_file(home)
+    text = JOB.partition("[model.config]")[0].format(run=home / "run", files=[str(home / "run/s")])
+    Path(path).write_text(f'{text}\n[model]\npretrained = "no/such/model"\n')
+    return Injected((path,))
+
+
 def same_disk(home: Path, _: ExitStack) -> Injected:
     for name in "ab":
         (home / name).mkdir()
@@ -332,6 +339,7 @@ FAULTS: tuple[tuple[str, Inject], ...] = (
     ("direct-io", buffered),
     ("directory", read_only),
     ("directory", missing),
+    ("file", no_model),
     ("same-disk", same_disk),
     ("lock", locked),
     ("store", damaged),

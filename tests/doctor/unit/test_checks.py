@@ -6,14 +6,23 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from roadtrain.config.job import make_job
-from roadtrain.doctor import host_limits, reachable_names, software, store_directories
+from roadtrain.device import accelerator
+from roadtrain.doctor import (
+    host_limits,
+    reachable_names,
+    software,
+    store_directories,
+    torch_report,
+)
 from roadtrain.doctor.diagnosis import Diagnosis, Subject, faults
 from roadtrain.doctor.torch_report import TorchReport
+from roadtrain.errors import ConfigError
 from roadtrain.launch import host_report
 from roadtrain.storage.rates import StorageRates
 from roadtrain.units import GIB
@@ -89,6 +98,74 @@ def test_devices(
 ) -> None:
     of = subject(tmp_path, torch=replace_devices(devices))
     assert alarms(software.check_devices, of) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "torch", "expected"),
+    [
+        ("", TorchReport("2.13.0"), []),
+        ("cpu", TorchReport("2.13.0"), []),
+        ("cuda", CUDA, []),
+        ("cuda:0", CUDA, []),
+        ("cuda", TorchReport("2.13.0"), [("missing-device", "wrong")]),
+        ("cuda:1", CUDA, [("missing-device", "wrong")]),
+        ("xpu", CUDA, [("missing-device", "wrong")]),
+        ("cuda", TorchReport("2.13.0", unknown="too busy"), []),
+    ],
+)
+def test_the_jobs_device_is_here(
+    tmp_path: Path, device: str, torch: TorchReport, expected: list[tuple[str, str]]
+) -> None:
+    job = make_job({"model": {"config": {"model_type": "llama"}}, "run": {"device": device}})
+    assert alarms(software.check_devices, subject(tmp_path, job=job, torch=torch)) == expected
+
+
+NVIDIA_ON_PCI = {
+    "sys/bus/pci/devices/0000:01:00.0/class": "0x030200",
+    "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de",
+}
+
+
+def test_a_device_without_any_driver_is_found_on_the_bus(tmp_path: Path) -> None:
+    of = subject(tmp_path, NVIDIA_ON_PCI, torch=TorchReport("2.13.0", "CUDA 12.8"))
+    assert alarms(software.check_torch, of) == [("driver", "wrong")]
+    fake(of.root, {".dockerenv": ""})  # the container has none of its host's devices
+    assert alarms(software.check_torch, of) == []
+
+
+class FakeAccelerator:
+    """One of two devices, of which the first refuses to pin memory."""
+
+    def __init__(self, device: str) -> None:
+        self.number = int(device[-1])
+
+    def memory(self) -> tuple[int, int]:
+        if self.number:
+            raise ConfigError("torch does not know how much memory it has")
+        return 7 * GIB, 8 * GIB
+
+    def try_pin(self, memory: object) -> bool:
+        self.report("the system refused to pin 256 MiB")
+        return False
+
+    report: Callable[[str], None]
+
+
+def test_a_report_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "accelerator_of", FakeAccelerator)
+    module = SimpleNamespace(get_device_name=lambda number: f"device {number}")
+    torch = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            current_accelerator=lambda: SimpleNamespace(type="xpu"), device_count=lambda: 2
+        ),
+        get_device_module=lambda _: module,
+        device=lambda kind, number: f"{kind}:{number}",
+        zeros=lambda nbytes, dtype: None,
+        uint8=None,
+    )
+    report = torch_report.with_devices(torch, TorchReport("2.13.0", "XPU 2025"))
+    assert report.devices == (("device 0", 7 * GIB, 8 * GIB), ("device 1", 0, 0))
+    assert report.kind == "xpu" and report.unpinned == "the system refused to pin 256 MiB"
 
 
 def replace_devices(devices: tuple[tuple[str, int, int], ...]) -> TorchReport:

@@ -76,9 +76,10 @@ def test_a_paste_names_no_host_no_user_and_no_secret(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
     text = "node17: /home/ada/run at 10.1.2.3:7000 and fd00::17:2, hf_abcdef, /data/ada/x, 1.10.2"
+    text += " 127.0.0.1"
     more = " node17.lab.example.org node170 adamw gpu3:7000"
     assert without_names(text + more, ["gpu3"]) == (
-        "HOST: ~/run at ADDRESS:7000 and ADDRESS, SECRET, /data/USER/x, 1.10.2"
+        "HOST: ~/run at ADDRESS:7000 and ADDRESS, SECRET, /data/USER/x, 1.10.2 127.0.0.1"
         " HOST node170 adamw HOST:7000"
     )
 
