@@ -93,11 +93,11 @@ def _unseen(subject: Subject, cards: int, built: str) -> Diagnosis:
 
 def check_devices(subject: Subject) -> Iterator[Diagnosis]:
     devices, kind = subject.torch.devices, subject.torch.kind
-    wanted = subject.job.run.device if subject.job and not subject.torch.unknown else ""
-    name, _, index = wanted.partition(":")
+    device = subject.job.run.device if subject.job and not subject.torch.unknown else ""
+    name, _, index = device.partition(":")
     if name not in ("", "cpu", kind) or (index.isdigit() and int(index) >= max(1, len(devices))):
-        texts = {"device": wanted, "kind": kind or "none"}
-        yield diagnose("missing-device", count=len(devices), **texts)
+        count, kind = len(devices), kind or "none"
+        yield diagnose("missing-device", device=device, count=count, kind=kind)
     if len(kinds := sorted({name for name, _, _ in devices})) > 1:
         yield diagnose("mixed-devices", kinds=kinds)
     for number, (name, free, total) in enumerate(devices):
