@@ -121,7 +121,7 @@ def _check_file_system(
         level = "slow" if subject.named else "note"
         yield diagnose("network-files", level, at=directory, kind=kind, mount=mount)
     if in_ram(directory):
-        on_purpose = directory.is_relative_to(SHM) or not subject.named
+        on_purpose = directory.absolute().is_relative_to(SHM) or not subject.named
         yield diagnose("tmpfs", "note" if on_purpose else "", at=directory, free=free)
 
 
