@@ -33,6 +33,7 @@ import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job
+from roadtrain.doctor.diagnosis import faults
 from roadtrain.lab.lab_command import LabFile
 from roadtrain.options.schema import section_in
 
@@ -178,7 +179,7 @@ def _first_sentence(path: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in the tables of options, and list the decisions in their index."""
-    markdown = described_files(option_tables(markdown))
+    markdown = described_files(option_tables(markdown)).replace("<!-- faults -->", fault_table())
     for name, target in PAPERS.items():
         up = "../" * page.file.src_uri.count("/")
         markdown = re.sub(rf"\]\((\.\./)*{re.escape(name)}", f"]({up}{target}", markdown)
@@ -198,6 +199,15 @@ def described_files(markdown: str) -> str:
         return f"{found[1]}`{found[2]}`: {_first_sentence(ROOT / 'src/roadtrain' / found[2])}"
 
     return re.sub(r"(?m)^(\d+\. )`([\w/]+\.py)`$", described, markdown)
+
+
+def fault_table() -> str:
+    """Make a table of the faults that `roadtrain doctor` names."""
+    rows = ["| fault | level | found if |", "|---|---|---|"]
+    for entry, texts in faults().items():
+        if "about" in texts:
+            rows.append(f"| `{entry}` | {texts['level']} | {_cell(texts['about'])} |")
+    return "\n".join(rows)
 
 
 MARKER = re.compile(r"<!-- options: (.+?) -->")

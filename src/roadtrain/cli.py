@@ -64,6 +64,7 @@ COMMAND_GROUPS: Mapping[str, Mapping[str, Command]] = {
         "train": Command(
             "roadtrain.training.command:command", ("JOB.toml",), job_keys=True, job_word=0
         ),
+        "doctor": Command("roadtrain.doctor.doctor_command:command", ("[JOB.toml]",), job_word=0),
     },
     "run": {
         "serve": Command("roadtrain.servers.serve:command", ("HOST:PORT",)),

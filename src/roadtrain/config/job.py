@@ -311,6 +311,20 @@ def job_of_run(run: str) -> Job:
     return job.changed({"run.dir": str(run), "store.files": files})
 
 
+def files_read(job: Job) -> dict[str, str]:
+    """Return the paths that workers read, without the training text, by the job's key that sets the
+    path, such as `data.tokenizer`."""
+    tokenizer, servers = job.data.tokenizer, job.servers
+    named = {
+        "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,
+        "model.pretrained": job.model.pretrained,
+        "servers.ca": servers.ca,
+        "servers.cert": servers.cert,
+        "servers.key": servers.key,
+    }
+    return {key: path for key, path in named.items() if path}
+
+
 def check_own(path: str, job: Job) -> None:
     """Raise ConfigError if `path` is in a copied or moved run directory, but `job`, which was read
     from `path`, still trains in the original."""

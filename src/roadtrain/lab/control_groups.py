@@ -24,7 +24,7 @@ class ControlGroup(LabResource):
     """The group's directory. It exists within the context."""
 
     def _begin(self) -> Callable[[], None]:
-        root, back = hierarchy(self.controller), _own_group(self.controller)
+        root, back = hierarchy(self.controller), own_group(self.controller)
         assert root is not None and back is not None, "ask whether it is available first"
         self.group = folder(self.controller, root)
         return partial(undo_group, self.group, back)
@@ -65,7 +65,7 @@ def undo_group(group: Path, back: Path) -> None:
     retry_undo(empty_and_remove)
 
 
-def _own_group(controller: str) -> Path | None:
+def own_group(controller: str) -> Path | None:
     """Return the directory of this process's group in the controller's hierarchy, or None."""
     if (root := hierarchy(controller)) is None:
         return None

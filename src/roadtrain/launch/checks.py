@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from roadtrain.config.job import files_read
 from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import PlanHost
 from roadtrain.config.models import ModelShape
@@ -31,7 +32,7 @@ from roadtrain.launch.host_report import (
 )
 from roadtrain.launch.launch_engine import HostSeen, LaunchEngine
 from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.resolve import ResolvedRun, files_read
+from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.planner.job_plans import other_numbers
 from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
 from roadtrain.switch.options import MOST_JOBS

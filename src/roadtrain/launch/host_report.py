@@ -104,7 +104,7 @@ def report_host(query: HostQuery) -> HostReport:
         report_path(query.directory),
         mark.job,
         mark.step,
-        tuple(map(_store, query.stores)),
+        tuple(map(report_store, query.stores)),
         tuple(map(_refused, query.ports)),
         (*absent, *(path for path in query.files if not os.path.exists(path))),
     )
@@ -164,7 +164,7 @@ def _network_files(path: Path) -> str:
     return found
 
 
-def _store(path: str) -> StoreReport:
+def report_store(path: str) -> StoreReport:
     at = report_path(path)
     if at.rest or at.refused:
         return StoreReport(at)

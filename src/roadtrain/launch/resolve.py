@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roadtrain.config.job import DataSection, Job, moved
+from roadtrain.config.job import DataSection, Job, files_read, moved
 from roadtrain.config.job_model import check_model
 from roadtrain.config.machines import (
     FILES,
@@ -420,20 +420,6 @@ def absolute_job(job: Job) -> Job:
             _absolute_placement(placement, job.run.dir, directory) for placement in placements
         ]
     return job.changed(words)
-
-
-def files_read(job: Job) -> dict[str, str]:
-    """Return the paths that workers read, without the training text, by the job's key that sets the
-    path, such as `data.tokenizer`."""
-    tokenizer, servers = job.data.tokenizer, job.servers
-    named = {
-        "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,
-        "model.pretrained": job.model.pretrained,
-        "servers.ca": servers.ca,
-        "servers.cert": servers.cert,
-        "servers.key": servers.key,
-    }
-    return {key: path for key, path in named.items() if path}
 
 
 def _absolute_placement(placement: StagePlacement, run: str, directory: str) -> dict[str, Any]:

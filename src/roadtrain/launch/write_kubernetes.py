@@ -23,11 +23,11 @@ from typing import Any
 
 import yaml
 
-from roadtrain.config.job import DataSection, Job
+from roadtrain.config.job import DataSection, Job, files_read
 from roadtrain.errors import ConfigError
 from roadtrain.launch import torchrun
 from roadtrain.launch.processes import HostFile, Process, Role
-from roadtrain.launch.resolve import ResolvedRun, files_read
+from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.storage.direct import make_directory, typed_errors
 from roadtrain.switch.options import MOST_JOBS
 from roadtrain.transport.address import write_token

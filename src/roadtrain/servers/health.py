@@ -6,6 +6,7 @@ are not asked.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,32 +36,44 @@ class Watcher:
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self.answer.put(bytes(payload))
+        self.answer.put((bytes(header), bytes(payload), time.time()))
 
     def lost(self, error: PeerError) -> None:
         self.answer.put(error)
 
 
 def answer(link: Link, status: Status) -> Watcher:
-    link.send(0, b"", [memoryview(msgspec.json.encode(status))])
+    link.send(0, repr(time.time()).encode(), [memoryview(msgspec.json.encode(status))])
     return Watcher()
 
 
 def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
     """Query the server at `address`. Returns its status, or the error if it does not answer."""
+    return ask_with_clock(address, options, hello)[0]
+
+
+def ask_with_clock(
+    address: Address, options: TcpOptions, hello: bytes = HELLO
+) -> tuple[Status | PeerError, float | None]:
+    """Query the server at `address`. Returns its status or an error, and the seconds by which its
+    clock is ahead of this host's, less the time that the answer travelled; None if unknown."""
     watcher = Watcher()
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
         link = connect(address, watcher, once, hello=hello, language=m.LANGUAGE)
         reply = watcher.answer.get(timeout=ANSWER_S)
         link.close()
-        return reply if isinstance(reply, PeerError) else msgspec.json.decode(reply, type=Status)
+        if isinstance(reply, PeerError):
+            return reply, None
+        clock, status, now = reply
+        ahead_s = float(clock) - now if clock else None
+        return msgspec.json.decode(status, type=Status), ahead_s
     except queue.Empty:
-        return DeadlineError(f"no answer for {ANSWER_S:.0f} s")
-    except msgspec.DecodeError as error:
-        return WireError(f"the answer is not a status: {error}")
+        return DeadlineError(f"no answer for {ANSWER_S:.0f} s"), None
+    except (msgspec.DecodeError, ValueError) as error:
+        return WireError(f"the answer is not a status: {error}"), None
     except PeerError as error:
-        return error
+        return error, None
 
 
 def ask_all(addresses: Sequence[Address], options: TcpOptions) -> list[Status | PeerError]:

@@ -86,7 +86,7 @@ def lock(fd: int, directory: Path) -> None:
     try:
         retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
     except BlockingIOError:
-        holder = _holder(fd)
+        holder = holder_of(fd)
         if holder == os.getpid():
             who, hint = "this process", "close it first, for example with optimizer.close()"
         else:
@@ -97,7 +97,7 @@ def lock(fd: int, directory: Path) -> None:
         ) from None
 
 
-def _holder(fd: int) -> int:
+def holder_of(fd: int) -> int:
     """Return the id of the process that has locked the file of `fd`, or 0 if it is unknown."""
     # only the inode is compared: in containers, the device can differ from that in /proc/locks
     held = f":{os.fstat(fd).st_ino}"

@@ -1,10 +1,10 @@
 """Measurement of the rates of a storage directory, with a temporary file of 256 MiB. Takes a few
-seconds."""
+seconds. The file has no name while it is measured, so a killed process leaves nothing behind."""
 
 from __future__ import annotations
 
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,39 +31,47 @@ class StorageRates:
     note: str = ""  # why buffered I/O was measured, if direct I/O is not supported
 
 
-def storage_rates(directory: str | Path) -> StorageRates:
+def storage_rates(
+    directory: str | Path, nbytes: int = FILE_BYTES, seconds: float = SECONDS
+) -> StorageRates:
     """Measure the rates of `directory`, or of its nearest parent that exists. Raises StoreError
-    (FullError, GoneError)."""
+    (FullError, GoneError).
+
+    Each of three measurements takes at least `seconds`. `nbytes`: the size of the file, which each
+    of them transfers at least once; a multiple of 8 pages.
+    """
     home = Path(directory).absolute()
     while not home.is_dir():
         home = home.parent
-    with (
-        typed_errors(home, "probing"),
-        tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name,
-    ):
-        file = DirectFile(Path(name) / "rates.bin", create=FILE_BYTES)
+    path = home / f"probe-{uuid.uuid4().hex}.bin"
+    with typed_errors(home, "probing"):
+        try:
+            file = DirectFile(path, create=nbytes)
+        finally:
+            path.unlink(missing_ok=True)
         try:
             # at least the whole file, because holes in the file would be read too fast
-            wrote = _rate([file.write], at_least=FILE_BYTES)
-            read = _rate([file.read])
-            return StorageRates(read, wrote, _rate([file.read, file.write]), file.note)
+            wrote = _rate([file.write], nbytes, seconds)
+            read = _rate([file.read], nbytes, seconds)
+            both = _rate([file.read, file.write], nbytes, seconds)
+            return StorageRates(read, wrote, both, file.note)
         finally:
             file.close()
 
 
-def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Return the bytes per second of all `calls` together. Each call reads or writes the file for
-    at least 0.7 s, in two threads, and transfers at least `at_least` bytes."""
-    start = time.perf_counter()
+def _rate(calls: list[Call], nbytes: int, seconds: float) -> float:
+    """Return the bytes per second of all `calls` together. Each call reads or writes the file of
+    `nbytes` for at least `seconds`, in two threads, and transfers it at least once."""
+    start, piece = time.perf_counter(), min(PIECE, nbytes // 8)
 
     def work(call: Call, offsets: Iterator[int]) -> int:
-        buffer, done = Buffer(PIECE), 0
-        while time.perf_counter() < start + SECONDS or done * THREADS < at_least:
+        buffer, done = Buffer(piece), 0
+        while time.perf_counter() < start + seconds or done * THREADS < nbytes:
             call(buffer.view, next(offsets), "a probe")
-            done += PIECE
+            done += piece
         buffer.close()
         return done
 
-    jobs = [(call, cycle(range(0, FILE_BYTES, PIECE))) for call in calls] * THREADS
+    jobs = [(call, cycle(range(0, nbytes, piece))) for call in calls] * THREADS
     with ThreadPoolExecutor(len(jobs)) as pool:
         return sum(pool.map(work, *zip(*jobs))) / (time.perf_counter() - start)

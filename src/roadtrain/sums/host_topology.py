@@ -119,10 +119,10 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
     )
 
 
-def _disks(block: Path) -> list[Path]:
+def disks_of(block: Path) -> list[Path]:
     """Return the paths of the disks that a RAID array or logical volume consists of, or else
     `block`."""
-    below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
+    below = [disk for d in sorted((block / "slaves").glob("*")) for disk in disks_of(d.resolve())]
     return below or [block]
 
 
@@ -160,7 +160,7 @@ def topology(directories: Sequence[str | Path], root: Path = SYS) -> tuple[list[
         if block.exists():
             others += [
                 _device(f"{directory} on {disk.name}", disk, nodes)
-                for disk in _disks(block.resolve())
+                for disk in disks_of(block.resolve())
             ]
         else:
             missing.append(f"the device under {directory}: its file system does not report it")
