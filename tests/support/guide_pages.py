@@ -40,6 +40,7 @@ _FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re
 _NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 _UNIT = r"(?: ?(?:[kKMGT]i?)?B(?:/s)?\b| [mun]?s\b| min\b)?"
 _PARTS = re.compile(rf"(?P<gap>\.\.\.)|(?P<number>{_NUMBER}){_UNIT}|(?P<space>\s+)")
+_COMPARED = ("loss ", "accuracy ", "'loss': '")  # before a number that is compared
 _ADDRESS = re.compile(r"(127\.0\.0\.1:|port = )(\d{4,5})\b")
 
 
@@ -78,13 +79,13 @@ def lines_match(printed: str, expected: str, within: float = 0.05) -> bool:
     pattern, end = "", 0
     for part in _PARTS.finditer(expected):
         pattern += re.escape(expected[end : part.start()])
-        loss = part["number"] and expected[: part.start()].endswith(("loss ", "accuracy "))
+        loss = part["number"] and expected[: part.start()].endswith(_COMPARED)
         number = rf"({_NUMBER})" if loss else _NUMBER + _UNIT
         pattern += ".*" if part["gap"] else number if part["number"] else r"\s+"
         end = part.end()
     pattern += re.escape(expected[end:])
     found = re.fullmatch(pattern, printed.strip())
-    losses = re.findall(rf"(?:loss|accuracy) ({_NUMBER})", expected)
+    losses = re.findall(rf"(?:{'|'.join(_COMPARED)})({_NUMBER})", expected)
     return found is not None and all(
         abs(float(got) - float(loss)) <= within * float(loss)
         for got, loss in zip(found.groups(), losses, strict=True)
@@ -188,6 +189,8 @@ def _check_nothing_left(folder: Path) -> None:
     assert not {path for path in here - there if "__pycache__" not in path.parts}
 
 
+# Lines of the shell, of progress bars, of warnings and of measurements.
+_LEFT_OUT = ("=== ", "all.sh: ", "it/s", "Warning", "warnings.warn", "(measured")
 # What differs from run to run besides numbers: the stages of a step that took the most time.
 _DIFFERS = re.compile(r"(step \d+/\d+  loss \S+  ).*")
 
@@ -196,7 +199,7 @@ def _update(page: Path, output: str, ports: dict[str, str]) -> None:
     lines = [
         _DIFFERS.sub(r"\1...", line)
         for line in output.splitlines()
-        if not line.startswith(("=== ", "all.sh: "))
+        if not any(words in line for words in _LEFT_OUT)
     ]
     text = re.sub(r"\b\d{5}\b", lambda found: ports.get(found[0], found[0]), "\n".join(lines))
     page.with_name("output.txt").write_text(text + "\n")
