@@ -152,7 +152,7 @@ def _output(folder: Path, path: Path, timeout_s: float, ends: bool) -> str:
         )
         try:
             code = process.wait(timeout_s)
-            left = _left(folder) if ends else []
+            left = [process.info["cmdline"] for process in _left(folder)] if ends else []
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ def _output(folder: Path, path: Path, timeout_s: float, ends: bool) -> str:
                     stray.kill()
     text = (folder / "output").read_text()
     assert code == 0, text
-    assert not left, f"processes left: {[process.cmdline() for process in left]}\n{text}"
+    assert not left, f"processes left: {left}\n{text}"
     return text.replace(f"{folder}/", "").replace(f"host {socket.gethostname()}", "host HOST")
 
 
@@ -172,7 +172,7 @@ def _left(folder: Path, within_s: float = 10.0) -> list[psutil.Process]:
     while True:
         left = [
             process
-            for process in psutil.process_iter(["cwd"])
+            for process in psutil.process_iter(["cwd", "cmdline"])
             if Path(process.info["cwd"] or "/").is_relative_to(folder)
         ]
         if not left or time.monotonic() >= until:
@@ -186,11 +186,11 @@ def _check_nothing_left(folder: Path) -> None:
     assert new <= {"all.sh", "examples", "output", "runs"}, f"{new} in {folder}"
     here = {path.relative_to(folder) for path in (folder / "examples").rglob("*.*")}
     there = {path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.*")}
-    assert not {path for path in here - there if "__pycache__" not in path.parts}
+    assert not {path for path in here - there if not {"__pycache__", "runs"} & {*path.parts}}
 
 
 # Lines of the shell, of progress bars, of warnings and of measurements.
-_LEFT_OUT = ("=== ", "all.sh: ", "it/s", "Warning", "warnings.warn", "(measured")
+_LEFT_OUT = ("=== ", "all.sh: ", "it/s]", "s/it]", "Warning", "warnings.warn", "(measured")
 # What differs from run to run besides numbers: the stages of a step that took the most time.
 _DIFFERS = re.compile(r"(step \d+/\d+  loss \S+  ).*")
 
