@@ -42,12 +42,12 @@ def batch() -> dict[str, torch.Tensor]:
         (prompt(question), tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id])
         for question, answer in ANSWERS.items()
     ]
-    length = max(len(asked) + len(answer) for asked, answer in pairs)
+    length = max(len(question) + len(answer) for question, answer in pairs)
     rows, labels, mask = [], [], []
-    for asked, answer in pairs:
-        pad = length - len(asked) - len(answer)
-        rows.append(asked + answer + pad * [tokenizer.pad_token_id])
-        labels.append(len(asked) * [IGNORED] + answer + pad * [IGNORED])
+    for question, answer in pairs:
+        pad = length - len(question) - len(answer)
+        rows.append(question + answer + pad * [tokenizer.pad_token_id])
+        labels.append(len(question) * [IGNORED] + answer + pad * [IGNORED])
         mask.append((length - pad) * [1] + pad * [0])
     names = ("input_ids", "labels", "attention_mask")
     return {name: torch.tensor(value) for name, value in zip(names, (rows, labels, mask))}

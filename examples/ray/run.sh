@@ -8,8 +8,8 @@ export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0  # the cluster is empty when it e
 
 # With --block a node ends with its command. On machines of your own: `ray start` on each, once.
 trap 'kill $(jobs -p) || true; wait' EXIT
-node() {
-    ray start --block --num-cpus 2 --min-worker-port 0 --max-worker-port 0 --disable-usage-stats "$@"
+node() { # for the background
+    exec ray start --block --num-cpus 2 --min-worker-port 0 --max-worker-port 0 --disable-usage-stats "$@"
 }
 nodes() { # wait until the cluster has so many
     for _ in {1..60}; do

@@ -210,7 +210,8 @@ def _update(page: Path, output: str, ports: dict[str, str]) -> None:
         _DIFFERS.sub(r"\1...", line) for line in output.splitlines() if not _LEFT_OUT.search(line)
     ]
     text = re.sub(r"\b\d{5}\b", lambda found: ports.get(found[0], found[0]), "\n".join(lines))
-    page.with_name("output.txt").write_text(text + "\n")
+    if text:
+        page.with_name("output.txt").write_text(text + "\n")
 
 
 def _check_output(expected: str, printed: str, where: str, exact: bool) -> None:
