@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -68,9 +69,11 @@ def example_of(page: Path) -> list[Block]:
 
 
 def kind_of_machine() -> str:
-    """The processor and torch, on which the digits of a loss depend."""
-    processor = machine().partition(",")[0]
-    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    """The processor and torch, on which the digits of a loss depend, and Python, whose source some
+    examples learn."""
+    processor, python = machine().partition(",")[0], platform.python_version()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{processor}, {capability}, torch {torch.__version__}, Python {python}"
 
 
 def is_machine_of_examples() -> bool:
