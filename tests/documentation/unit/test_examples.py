@@ -20,8 +20,8 @@ from roadtrain.lab.lab_command import load_lab
 from roadtrain.launch.resolve import resolve
 from roadtrain.launch.write_kubernetes import write_kubernetes
 from roadtrain.launch.write_slurm import write_slurm
+from tests.support.guide_pages import FOLDERS, blocks_of, example_of, name_of, shell_lines
 from tests.support.guide_pages import PAGES as GUIDES
-from tests.support.guide_pages import blocks_of, example_of, name_of, shell_lines
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -97,11 +97,11 @@ def calls_of(path):
             yield words
 
 
-PAGES = [ROOT / "README.md", *GUIDES]
+PAGES = [ROOT / "README.md", *GUIDES, *FOLDERS]
 # All other commands that a page may use.
-PROGRAMS = {"apt-get", "cd", "curl", "echo", "git", "kubectl", "make", "mkdir", "pip", "python"}
-PROGRAMS |= {"ray", "sbatch", "truncate", "sleep", "tail", "torchrun", "wait", "."}
-PROGRAMS |= {"examples/two-clusters/run.sh"}
+PROGRAMS = {"apt-get", "cd", "curl", "echo", "git", "jupyter", "kubectl", "make", "mkdir", "pip"}
+PROGRAMS |= {"python", "ray", "sbatch", "truncate", "sleep", "tail", "torchrun", "wait", "."}
+PROGRAMS |= {str(path.relative_to(ROOT)) for path in EXAMPLES.glob("*/run.sh")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -110,7 +110,7 @@ def test_commands_in_the_docs_parse(page):
         if "roadtrain" in words:
             check_roadtrain(words[words.index("roadtrain") :])
             continue
-        if words[0].startswith("(umask"):  # creates a token
+        if words[0].startswith(("(umask", "rank=")):  # creates a token; counts
             continue
         assert words[0] in PROGRAMS, words
         for word in words[1:]:
@@ -190,3 +190,20 @@ def test_python_in_the_docs_matches_the_code(page):
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_every_guide_has_an_example(page):
     assert any(block.kind == "sh" for block in example_of(page))
+
+
+RUN = [page for page in FOLDERS if page.parent.name != "cluster"]  # `launch --write` writes that
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_every_example_has_commands_an_output_and_a_line_in_the_table(page):
+    kinds = {block.kind for block in example_of(page)}
+    assert kinds == ({"sh"} if page.parent.name == "notebook" else {"sh", "text"})
+    assert len(page.read_text().split()) < 150 or page.parent.name == "two-clusters"
+    assert f"({page.parent.name}/README.md)" in (EXAMPLES / "README.md").read_text()
+
+
+def test_links_in_the_examples_exist():
+    for page in [EXAMPLES / "README.md", *FOLDERS]:
+        links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
+        assert not [link for link in links if not (page.parent / link).exists()], page

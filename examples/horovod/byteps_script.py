@@ -1,6 +1,6 @@
 """Data-parallel training as it is written for BytePS; only the import is roadtrain's.
 
-torchrun --nproc-per-node 2 examples/byteps_script.py
+torchrun --nproc-per-node 2 examples/horovod/byteps_script.py
 """
 
 import torch

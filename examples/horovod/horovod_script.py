@@ -1,6 +1,6 @@
 """Data-parallel training as it is written for Horovod; only the import is roadtrain's.
 
-torchrun --nproc-per-node 2 examples/horovod_script.py
+torchrun --nproc-per-node 2 examples/horovod/horovod_script.py
 """
 
 import torch
