@@ -16,11 +16,13 @@ import msgspec
 
 from roadtrain.errors import DeadlineError, PeerError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.servers.trace import Span
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
+ASK_SPANS = b"roadtrain spans"  # the hello of a query for a server's spans
 SWITCH = "switch: "  # prefix of the status of a switch; a status without it is a server's
 Status = m.Status
 
@@ -41,22 +43,38 @@ class Watcher:
         self.answer.put(error)
 
 
-def answer(link: Link, status: Status) -> Watcher:
-    link.send(0, b"", [memoryview(msgspec.json.encode(status))])
+def answer(link: Link, reply: Status | list[Span]) -> Watcher:
+    link.send(0, b"", [memoryview(msgspec.json.encode(reply))])
     return Watcher()
 
 
-def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
+def ask(
+    address: Address, options: TcpOptions, hello: bytes = HELLO, answer_s: float = ANSWER_S
+) -> Status | PeerError:
     """Query the server at `address`. Returns its status, or the error if it does not answer."""
+    return _ask(address, options, hello, answer_s, Status)
+
+
+def ask_spans(address: Address, options: TcpOptions, answer_s: float) -> list[Span] | PeerError:
+    """Return the latest spans of the server at `address`, or the error if it does not answer."""
+    return _ask(address, options, ASK_SPANS, answer_s, list[Span])
+
+
+def _ask(address: Address, options: TcpOptions, hello: bytes, answer_s: float, kind: Any) -> Any:
     watcher = Watcher()
+    handshake_s = min(answer_s, options.handshake_s)
     try:
-        once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
+        once = replace(
+            options, connections=1, retry_s=0.0, connect_s=answer_s, handshake_s=handshake_s
+        )
         link = connect(address, watcher, once, hello=hello, language=m.LANGUAGE)
-        reply = watcher.answer.get(timeout=ANSWER_S)
-        link.close()
-        return reply if isinstance(reply, PeerError) else msgspec.json.decode(reply, type=Status)
+        try:
+            reply = watcher.answer.get(timeout=answer_s)
+        finally:
+            link.close()
+        return reply if isinstance(reply, PeerError) else msgspec.json.decode(reply, type=kind)
     except queue.Empty:
-        return DeadlineError(f"no answer for {ANSWER_S:.0f} s")
+        return DeadlineError(f"no answer for {answer_s:.0f} s")
     except msgspec.DecodeError as error:
         return WireError(f"the answer is not a status: {error}")
     except PeerError as error:

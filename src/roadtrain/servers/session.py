@@ -51,7 +51,7 @@ class JobSession:
         residuals: Residuals | None = None,
         report: Callable[[str], None] = print,
     ) -> None:
-        self.servers, self.stages = servers, Stages()
+        self.servers, self.stages = servers, Stages(f"worker {servers.group.rank}")
         self.store_plan, self.group, self.step = servers.store_plan, servers.group, servers.step
         self.new = servers.new  # whether this worker must fill a new store
         self._own = None

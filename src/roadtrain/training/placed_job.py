@@ -18,7 +18,7 @@ import torch
 from roadtrain.config.job import Job
 from roadtrain.environment import WorkerIdentity
 from roadtrain.placement.place import place
-from roadtrain.servers.trace import Stages
+from roadtrain.servers.trace import Span, Stages
 from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
@@ -132,6 +132,11 @@ class PlacedJob:
             return replace(own, tokens=own.tokens * self.group.workers, more=more)
         return replace(own, loss=common.loss, tokens=common.tokens)
 
+    def spans(self) -> list[Span]:
+        """Return the spans since the last call."""
+        trace: Stages = self.optimizer.session.stages
+        return self.stages.spans(take=True) + trace.spans(take=True)
+
     def keep(self, *, now: bool = False) -> None:
         """Record the committed step in mark.json. Call this method after the step's metrics line
         was written."""
@@ -226,17 +231,19 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
         mark=mark,
         report=report,
     )
-    group, stages = optimizer.group, NetStages(optimizer.session.stages)
+    group = optimizer.group
+    stages = NetStages(f"{device} of worker {group.rank}", optimizer.session.stages)
     words = StepExchange(optimizer) if group.workers > 1 else None
     placed = (job, model, optimizer, scaler, tokens, device, group, words, stages)
     return PlacedJob(*placed, mark, report)
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward without waiting. `other`: the Stages that measure "Wait"."""
+    """Times of Forward and Backward without waiting; their spans include it. `other`: the Stages
+    that measure "Wait"."""
 
-    def __init__(self, other: Stages) -> None:
-        super().__init__()
+    def __init__(self, lane: str, other: Stages) -> None:
+        super().__init__(lane)
         self._other = other
 
     @contextmanager

@@ -21,6 +21,7 @@ from roadtrain.config.job import Job
 from roadtrain.environment import LAUNCH_NAMES, launch_of
 from roadtrain.errors import ConfigError
 from roadtrain.retry import undone_on_error
+from roadtrain.servers.trace import Span
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.parallelize import parallelize
 from roadtrain.stages.snapshots import FOLDER, SnapshotOptions
@@ -153,6 +154,12 @@ class StagedJob:
             (at.stage, at.replica),
             {"snapshot_every": job.parallelism.snapshot_every},
         )
+
+    def spans(self) -> list[Span]:
+        """Return the spans since the last call."""
+        lane = f"{self.device} of rank {self.rank}"
+        spans = self.training.pipeline.trace.spans(take=True)
+        return [span._replace(lane=lane) for span in spans]
 
     def keep(self) -> None:
         if self.training.due() and not self.stopped:
