@@ -64,6 +64,6 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 with undone_on_error(run.abandon):  # never commit a step without its line
                     metrics.append(line)
                 show(line)
-                totals.add(line, record.resident)
+                totals.add(line)
                 run.keep()
     return "", totals
