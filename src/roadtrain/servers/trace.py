@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MOST_SPANS = 4096  # spans that are kept
 KEPT_S = 30.0  # when there are too many, spans that ended longer ago are dropped first
@@ -23,6 +23,25 @@ CLOCK = time.time() - time.perf_counter()  # so that spans of several processes 
 class StageTotals:
     seconds: float = 0.0
     nbytes: int = 0
+
+
+def as_words(stages: Mapping[str, StageTotals]) -> dict[str, dict[str, float]]:
+    """Return the totals in the words of a line of metrics.jsonl."""
+    return {
+        name: {"seconds": round(total.seconds, 6), "bytes": total.nbytes}
+        for name, total in stages.items()
+    }
+
+
+def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of nested measurements under names such as "stages/Fetch/seconds"."""
+    out: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            out |= flat_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            out[f"{prefix}{name}"] = value
+    return out
 
 
 class Span(NamedTuple):

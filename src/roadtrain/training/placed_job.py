@@ -18,7 +18,7 @@ import torch
 from roadtrain.config.job import Job
 from roadtrain.environment import WorkerIdentity
 from roadtrain.placement.place import place
-from roadtrain.servers.trace import Span, Stages
+from roadtrain.servers.trace import Span, Stages, as_words
 from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
@@ -94,7 +94,7 @@ class PlacedJob:
     def step(self, stop: Stop) -> StepRecord:
         """Train the next step."""
         optimizer, words, late = self.optimizer, self.words, self.job.optimizer.delay
-        norm = math.nan
+        norm: float | None = None
 
         def before(loss: float) -> None:
             nonlocal norm
@@ -104,21 +104,20 @@ class PlacedJob:
                 words.send(loss, tokens_of(self.job), stop.why())
 
         loss, lr = step(self, self.steps_done, before)
-        if not late:
-            norm = optimizer.grad_norm()
         common = words.receive(self.steps_done) if words else None
         self.stopped = (stop.why() or common.why) if common is not None and common.why else ""
-        stages = self.stages.take() | optimizer.stages()
+        measured = optimizer.metrics()
+        measured["stages"] = as_words(self.stages.take()) | measured["stages"]
+        if norm is not None and math.isfinite(norm):
+            measured["grad_norm"] = norm
         witness = Witness.of(optimizer.session.servers.history)
         record = StepRecord(
             loss,
-            norm,
             lr,
             tokens_of(self.job),
-            {name: (stage.seconds, stage.nbytes) for name, stage in stages.items()},
+            measured,
             (0, self.rank),
             {} if witness is None else {"session": witness.last},
-            optimizer.memory()["resident"],
         )
         return self._of_all(record, common)
 

@@ -69,6 +69,6 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                     metrics.append(line)
                 show(line)
                 timeline.add(run.steps_done, run.spans())
-                totals.add(line, record.resident)
+                totals.add(line)
                 run.keep()
     return "", totals
