@@ -1,0 +1,182 @@
+"""Read the lines of a run for `status` and `show`.
+
+RunLines adds up the lines of a metrics file. LineTail returns the lines that were added to a file
+since the last look. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Self
+
+import msgspec
+
+from roadtrain.config.job import Job
+from roadtrain.errors import ConfigError
+from roadtrain.training.predicted import RECENT
+from roadtrain.training.progress import limited_by
+
+Line = dict[str, Any]
+ASSUMED_TBW = 600.0  # terabytes; a typical value in data sheets of 1 TB consumer SSDs
+WRITES = ("Write", "Commit")  # stages whose bytes go to the device
+CURVES = ("step", "loss", "grad_norm", "lr", "tokens", "seconds")
+
+
+@dataclass
+class RunLines:
+    """The lines of one metrics file.
+
+    Attributes:
+        curves: A value of each step, by name; nan where a line has none.
+        recent: The last lines.
+        seconds: The sum over all lines.
+        tokens: The sum over all lines.
+        nbytes: The bytes of each stage, summed over all lines.
+    """
+
+    curves: dict[str, array[float]] = field(
+        default_factory=lambda: {name: array("d") for name in CURVES}
+    )
+    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
+    seconds: float = 0.0
+    tokens: int = 0
+    nbytes: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Self:
+        run = cls()
+        for line in lines:
+            run.add(line)
+        return run
+
+    def add(self, line: Line) -> None:
+        for name, values in self.curves.items():
+            value = line.get(name)
+            values.append(math.nan if value is None else value)
+        self.recent.append(line)
+        self.seconds += line["seconds"]
+        self.tokens += line["tokens"]
+        for name, stage in line["stages"].items():
+            self.nbytes[name] += stage["bytes"]
+
+    @property
+    def last(self) -> Line:
+        return self.recent[-1]
+
+    @property
+    def step(self) -> int:
+        return int(self.last["step"]) if self.recent else 0
+
+    @property
+    def step_s(self) -> float:
+        """The median seconds of the last steps."""
+        return median(line["seconds"] for line in self.recent) if self.recent else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.last["tokens"] / self.step_s) if self.recent and self.step_s else math.nan
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the last steps, without those that are not finite."""
+        losses = [line["loss"] for line in self.recent if line["loss"] is not None]
+        return fmean(losses) if losses else math.nan
+
+    def left_s(self, job: Job) -> float:
+        """Return the seconds until the last step of the job, at the rate of the last steps."""
+        return (job.run.steps - self.step) * self.step_s
+
+    def limit(self, job: Job) -> str:
+        """Return the resource that limits the last steps."""
+        busy: Counter[str] = Counter()
+        for line in self.recent:
+            busy.update({name: stage["seconds"] for name, stage in line["stages"].items()})
+        return limited_by(job, sum(line["seconds"] for line in self.recent), busy)
+
+    @property
+    def durable(self) -> int | None:
+        """The last step that survives a crash; None if the lines do not name it."""
+        return self.last.get("committed") if self.recent else None
+
+
+@dataclass(frozen=True)
+class Endurance:
+    """The wear of SSDs by a run.
+
+    Attributes:
+        written: Bytes written so far.
+        rate: Bytes written per second of training.
+        devices: The number of directories, each assumed to be its own device.
+        tbw: The endurance of a device, in terabytes.
+        assumed: Whether `tbw` is a guess.
+    """
+
+    written: int
+    rate: float
+    devices: int
+    tbw: float
+    assumed: bool
+
+    @property
+    def used(self) -> float:
+        """The fraction of a device's endurance that is used."""
+        return self.written / self.devices / (self.tbw * 1e12)
+
+    @property
+    def lasts_s(self) -> float:
+        return self.tbw * 1e12 * self.devices / self.rate if self.rate else math.inf
+
+
+def endurance(job: Job, run: RunLines, tbw: float | None) -> Endurance | None:
+    """Return the wear of this host's SSDs, or None if the state is not on them. Raises ConfigError
+    if `tbw` is not above 0."""
+    if job.servers.addresses or not job.store.files:
+        return None
+    if tbw is not None and not tbw > 0:
+        raise ConfigError(f"--endurance-tbw {tbw:g} is not above 0", hint="--endurance-tbw 600")
+    written = sum(run.nbytes[name] for name in WRITES)
+    rate = written / run.seconds if run.seconds else 0.0
+    rated = ASSUMED_TBW if tbw is None else tbw
+    return Endurance(written, rate, len(job.store.files), rated, tbw is None)
+
+
+class LineTail:
+    """The lines that were added to a file of JSON lines since the last call of `read`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at, self._file = 0, -1  # offset of the next line, and inode of the file
+
+    def read(self) -> tuple[bool, list[Line]]:
+        """Return (whether the file begins anew, its new lines). Damaged and torn lines are left
+        out. A file that does not exist has no lines."""
+        try:
+            with open(self.path, "rb") as file:
+                about = self.path.stat()
+                anew = about.st_ino != self._file or about.st_size < self._at
+                self._at = file.seek(0 if anew else self._at)
+                content = file.read()
+        except OSError:
+            return False, []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._at, self._file = self._at + len(whole), about.st_ino
+        found = (_decoded(line) for line in whole.splitlines())
+        return anew, [line for line in found if line is not None]
+
+    def rewind(self) -> None:
+        """Read the whole file next."""
+        self._file = -1
+
+
+def _decoded(raw: bytes) -> Line | None:
+    try:
+        line = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
