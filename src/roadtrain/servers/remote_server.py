@@ -42,7 +42,7 @@ class RemoteServer:
         self._pulls: dict[int, messages.BlockPull] = {}  # by ticket
         self._missing: dict[int, int] = {}  # ticket -> chunks of the pull that have not arrived
         self._asked_at: dict[int, float] = {}  # ticket -> when the pull was sent
-        self._stages = Stages()
+        self._stages, self._lane = Stages(), ""
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         # the operation in progress at the server, how much of it is done, and its total
         self.progress: tuple[str, int, int] = "", 0, 0
@@ -59,6 +59,7 @@ class RemoteServer:
         it. The spans of the link are added to `stages`.
         """
         self.deliver, self._stages = deliver, stages
+        self._lane = f"link of {stages.lane} to {self.peer}"
         if self._error is not None:
             deliver(messages.Failed(self.number, self._error))
 
@@ -83,7 +84,7 @@ class RemoteServer:
         self._post(kind, header, parts, sent, each=sent is not None)
 
     def _pushed(self, ticket: int, start: float, nbytes: int) -> None:
-        self._stages.span("Push", f"link to {self.peer}", start, nbytes)
+        self._stages.span("Push", self._lane, start, nbytes)
         self.deliver(messages.BufferFree(ticket))
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
@@ -216,7 +217,7 @@ class RemoteServer:
             del self._pulls[ticket], self._missing[ticket]
             chunks = [chunk for chunk in block.chunks if pull.chunks & bit_of(block, chunk.id)]
             nbytes = sum(chunk.weights_nbytes for chunk in chunks)
-            self._stages.span("Fetch", f"link to {self.peer}", self._asked_at.pop(ticket), nbytes)
+            self._stages.span("Fetch", self._lane, self._asked_at.pop(ticket), nbytes)
             self.deliver(messages.BlockPulled(ticket))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:

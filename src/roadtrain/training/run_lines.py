@@ -19,6 +19,7 @@ import msgspec
 
 from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError
+from roadtrain.training.metrics import committed_at
 from roadtrain.training.predicted import RECENT
 from roadtrain.training.progress import limited_by
 
@@ -100,9 +101,11 @@ class RunLines:
         return limited_by(job, sum(line["seconds"] for line in self.recent), busy)
 
     @property
-    def durable(self) -> int | None:
-        """The last step that survives a crash; None if the lines do not name it."""
-        return self.last.get("committed") if self.recent else None
+    def durable(self) -> int:
+        """The last step that certainly survives a crash; -1 for none."""
+        if not self.recent:
+            return -1
+        return max(int(self.last.get("committed", -1)), committed_at(self.last))
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,13 @@ def endurance(job: Job, run: RunLines, tbw: float | None) -> Endurance | None:
 
 
 class LineTail:
-    """The lines that were added to a file of JSON lines since the last call of `read`."""
+    """The lines that were added to a file of JSON lines since the last call of `read`.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `tail`: the bytes at the end of the file that are read at first; 0 for the whole file.
+    """
+
+    def __init__(self, path: Path, tail: int = 0) -> None:
+        self.path, self._tail = path, tail
         self._at, self._file = 0, -1  # offset of the next line, and inode of the file
 
     def read(self) -> tuple[bool, list[Line]]:
@@ -160,7 +166,8 @@ class LineTail:
             with open(self.path, "rb") as file:
                 about = self.path.stat()
                 anew = about.st_ino != self._file or about.st_size < self._at
-                self._at = file.seek(0 if anew else self._at)
+                first = max(0, about.st_size - self._tail) if self._tail else 0
+                self._at = file.seek(first if anew else self._at)
                 content = file.read()
         except OSError:
             return False, []

@@ -31,6 +31,7 @@ ORDER = (
     ("lab",),
     ("planner",),
     ("launch",),
+    ("dashboard",),
     ("cli", "hvd", "__main__"),
     ("__init__",),
 )
