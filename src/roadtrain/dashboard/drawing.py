@@ -43,7 +43,7 @@ LONG_PATH = re.compile(r"\((/\S{20,}?)(\S{18})\)")  # in the name of a lane
 
 def thinned(x: array[float], y: array[float] | np.ndarray[Any, Any]) -> tuple[Any, Any]:
     """Return at most POINTS points of a curve: the least and the largest value of each stretch."""
-    xs, ys = np.asarray(x), np.asarray(y, dtype=float)
+    xs, ys = np.array(x), np.array(y, dtype=float)  # copies: the arrays still grow
     if len(xs) <= POINTS:
         return xs, ys
     edges = np.linspace(0, len(xs), POINTS // 2 + 1).astype(int)[:-1]
@@ -60,7 +60,7 @@ def curve(run: RunWatch, name: str) -> tuple[Any, Any]:
     if name != "tokens_per_s":
         return thinned(curves["step"], curves[name])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return thinned(curves["step"], np.asarray(curves["tokens"]) / np.asarray(curves["seconds"]))
+        return thinned(curves["step"], np.array(curves["tokens"]) / np.array(curves["seconds"]))
 
 
 def kind_of(lane: str) -> int:

@@ -112,8 +112,8 @@ def alerts(run: RunWatch, rates: Sequence[LaneRate]) -> list[str]:
     out = [*_not_finite(run), *_diverging(run)]
     if state in ("training", "stalled"):
         for node in run.nodes:
-            if node.silent_s:
-                out.append(f"{node.role} {node.address} has not answered for {node.silent_s:.1f} s")
+            if silence := node.silence:
+                out.append(f"{node.role} {node.address} {silence}")
         out += [*_full_disks(run), *_slow_disks(rates)]
         out += [
             f"{process.name} on {process.host} is {process.state}"

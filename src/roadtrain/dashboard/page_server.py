@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the
 COOKIE = "roadtrain-show"
 HEAD, ROWS = 760, 19  # pixels of a picture above the tables, and of a row of them
 LOGIN = """<!doctype html><title>roadtrain show</title><form method="post">
-<label>Token <input type="password" name="token" autofocus></label> <button>Show</button></form>"""
+<label>Token <input type="password" name="token" autocomplete="off" autofocus></label> <button>Show</button></form>"""
 Settings = tuple[Host | None, float | None, str]  # the probed host, endurance in TB, the theme
 
 
@@ -122,6 +123,8 @@ def serve(
 ) -> None:
     """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError if the address is in use."""
     asyncio.set_event_loop(asyncio.new_event_loop())
+    for name in ("bokeh", "tornado.access"):  # readers come and go; that is no news
+        logging.getLogger(name).setLevel(logging.ERROR)
     host, port = where
     scripts = [f"static/js/{name}.min.js?v={__version__}" for name in SCRIPTS]
 

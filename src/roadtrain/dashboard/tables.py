@@ -114,8 +114,8 @@ def durability(run: RunWatch) -> str:
     if not any(node.role == "spare host" for node in run.nodes):
         rows.append(("spare hosts", "none"))
     for node in run.nodes:
-        text = f"has not answered for {node.silent_s:.1f} s" if node.silent_s else node.text
-        rows.append((f"{node.role} {node.address}", text or "is asked"))
+        text = node.silence or node.text or "is asked"
+        rows.append((f"{node.role} {node.address}", text))
         for worker, (seconds, what) in node.waits.items():
             if what:
                 rows.append((worker, f"waits {seconds:.1f} s for {what}"))

@@ -46,16 +46,19 @@ class NodeWatch:
     role: str
     address: str
     text: str = ""
+    error: str = ""  # of the last query; "" if it was answered
     waits: dict[str, tuple[float, str]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     answered: float = field(default_factory=time.monotonic)
     over: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def silent_s(self) -> float:
-        """The seconds since the last answer; 0.0 if that was just now."""
-        silent = time.monotonic() - self.answered
-        return silent if silent > SILENT_S else 0.0
+    def silence(self) -> str:
+        """A message if the node does not answer, else ""."""
+        silent_s = time.monotonic() - self.answered
+        if silent_s < SILENT_S:
+            return ""
+        return f"has not answered for {silent_s:.1f} s ({self.error or 'it is still asked'})"
 
     def follow(self, options: TcpOptions) -> None:
         """Start to query the node in a thread of its own, until `over` is set."""
@@ -69,8 +72,10 @@ class NodeWatch:
         while not self.over.wait(ASK_EVERY_S):
             status = health.ask(where, options, answer_s=ANSWER_S)
             if isinstance(status, PeerError):
+                self.error = str(status).partition("\n")[0]
                 continue
-            self.text, self.waits, self.answered = status[0], dict(status[1]), time.monotonic()
+            self.text, self.waits, self.error = status[0], dict(status[1]), ""
+            self.answered = time.monotonic()
             if self.role == "server" and time.monotonic() - spans_at > SPANS_EVERY_S:
                 spans_at = time.monotonic()
                 spans = health.ask_spans(where, options, ANSWER_S)

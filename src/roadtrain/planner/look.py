@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 STAGE_COLORS = {
-    "Forward": "#4c78a8",
-    "Backward": "#1f4e79",
+    "Forward": "#74a3d4",
+    "Backward": "#3b6ea8",
     "Fetch": "#59a14f",
     "Push": "#e15759",
     "Update": "#b07aa1",

@@ -1,0 +1,266 @@
+"""`roadtrain show` in Chromium: every panel of a real run, light and dark, live, and with a server
+that has stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roadtrain import cli
+from roadtrain.config.job import load_job
+from roadtrain.training.train import train
+from roadtrain.transport.address import write_token
+from tests.support.browser import (
+    browser,
+    column,
+    needs_browser,
+    open_page,
+    problems,
+    shown,
+    text,
+    wait_drawn,
+    wait_for,
+)
+from tests.support.processes import HostProcess
+from tests.support.warm_python import warm_python
+
+pytestmark = [needs_browser, pytest.mark.slow]
+pytest.importorskip("bokeh", reason="no bokeh: pip install bokeh")
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()  # the bar leaves a thread running
+
+JOB = """
+[run]
+dir = "{home}/run"
+steps = 12
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 64
+[data]
+paths = ["{home}/text"]
+seq_len = 16
+batch_size = 2
+held_out = 0
+[optimizer]
+lr = 1e-2
+warmup_steps = 4
+clip_norm = 1.0
+[store]
+files = ["{{run}}/ssd0", "{{run}}/ssd1"]
+[budget]
+host = "60MiB"
+"""
+SCREENSHOT = Path(__file__).parents[3] / "docs" / "guides" / "dashboard.png"
+PANELS = ("loss", "grad_norm", "tokens_per_s", "lr")
+
+
+def write_job(home: Path) -> Path:
+    (home / "text").mkdir()
+    lines = "".join(f"line {i} of the text, {i * i}\n" for i in range(600))
+    (home / "text" / "a.txt").write_text(lines)
+    path = home / "job.toml"
+    path.write_text(JOB.format(home=home))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run on two directories."""
+    path = write_job(tmp_path_factory.mktemp("finished"))
+    job = load_job(path)
+    train(job, lambda line: None)
+    return job.run_dir
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Any]:
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(window: Any) -> Any:
+    """A window without messages of earlier tests."""
+    window.get("about:blank")
+    problems(window)
+    return window
+
+
+def background(page: Any) -> str:
+    script = "return getComputedStyle(document.body).backgroundColor"
+    return str(page.execute_script(script))
+
+
+def test_every_panel_of_a_finished_run(run: Path, page: Any) -> None:
+    with shown(run, "--endurance-tbw", "300") as url:
+        open_page(page, url)
+        top = text(page, "top")
+        assert "limited by" in top and "finished: step 12 of 12" in top and "alert" not in top
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert column(page, "loss", "y") == [line["loss"] for line in metrics]
+        assert column(page, "lr", "y") == [line["lr"] for line in metrics]
+        assert column(page, "grad_norm", "x") == list(range(1, 13))
+        rates = [line["tokens"] / line["seconds"] for line in metrics]
+        assert column(page, "tokens_per_s", "y") == pytest.approx(rates)
+        lanes = {lane.partition(" (")[0] for lane in column(page, "timeline", "lane")}
+        assert lanes == {
+            "cpu of worker 0",
+            "worker 0",
+            *("server 0", "server 1", "disk of server 0", "disk of server 1"),
+        }
+        worked = column(page, "timeline", "text")
+        assert any(t.startswith("Write") and t.endswith("B/s") for t in worked)
+        memory = text(page, "memory")
+        for words in ("host buffers", "whole process", "disk, with free space", "60.0 MiB"):
+            assert words in memory
+        assert text(page, "rates").count("not measured") == 2
+        state = text(page, "state")
+        assert "step 12" in state and "training is exact" in state and "spare hosts" in state
+        assert "of 300 TBW" in text(page, "wear")
+        assert not problems(page)
+        assert page.execute_script("return document.querySelectorAll('.bk-Figure').length") == 5
+
+
+def test_light_and_dark(run: Path, page: Any) -> None:
+    with shown(run) as url:
+        open_page(page, url)
+        assert background(page) == "rgb(255, 255, 255)"
+        open_page(page, url + "?theme=dark")
+        assert background(page) == "rgb(21, 25, 28)"
+        title = page.execute_script(
+            "return Bokeh.documents[0].get_model_by_name('loss').title.text_color"
+        )
+        assert title == "#e6e8ea"
+        with browser(dark=True) as night:
+            open_page(night, url)
+            wait_for(lambda: background(night) == "rgb(21, 25, 28)")
+            assert night.current_url.endswith("?theme=dark")
+    with shown(run, "--theme", "dark") as url:
+        open_page(page, url)
+        assert background(page) == "rgb(21, 25, 28)"
+
+
+def test_runs_are_compared(run: Path, page: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    os.makedirs(other)
+    for name in ("job.toml", "metrics.jsonl"):
+        (other / name).write_bytes((run / name).read_bytes())
+    with shown(f"{run},{other}") as url:
+        open_page(page, url)
+        top = text(page, "top")
+        assert f"<b>{run}</b>" in top and f"<b>{other}</b>" in top
+        script = "return Bokeh.documents[0].get_model_by_name('loss').renderers.length"
+        assert page.execute_script(script) == 2
+        assert all(lane.startswith(str(run)) for lane in column(page, "timeline", "lane"))
+
+
+def test_the_trace_opens_in_perfetto(run: Path) -> None:
+    with shown(run) as url:
+        with urllib.request.urlopen(url + "trace.json") as reply:
+            assert "attachment" in reply.headers["Content-Disposition"]
+            trace = json.load(reply)
+        names = {
+            e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"
+        }
+        assert [*names.values()] == ["worker 0"]
+        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert {"Forward", "Backward", "Write"} <= {event["name"] for event in slices}
+        # within a lane, work is one after another
+        ends: dict[int, float] = {}
+        for event in sorted(slices, key=lambda event: event["ts"]):
+            assert event["ts"] >= ends.get(event["tid"], 0.0) - 1.0
+            ends[event["tid"]] = event["ts"] + event["dur"]
+        # Rule 8: a page of another site that has given its name our address
+        request = urllib.request.Request(url + "trace.json", headers={"Host": "evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request)
+
+
+# Rule 8
+def test_a_reader_needs_the_token(run: Path, page: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    write_token(token, b"a secret of the readers")
+    with shown(run, "--listen", "127.0.0.1:0", "--token-file", token) as url:
+        with urllib.request.urlopen(url + "trace.json") as reply:
+            assert b"Token" in reply.read() and reply.url.startswith(url + "login")
+        for word, lets_in in (
+            ("a wrong secret of readers", False),
+            ("a secret of the readers", True),
+        ):
+            page.get(url)
+            page.find_element("name", "token").send_keys(word)
+            page.find_element("tag name", "button").click()
+            if lets_in:
+                wait_drawn(page)
+                assert "finished" in text(page, "top")
+            else:
+                assert "403" in page.page_source
+    assert cli.main(["show", str(run), "--listen", "0.0.0.0:0"]) == 2
+
+
+def test_a_picture_for_reports(run: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    picture = tmp_path / "run.png"
+    command = [warm_python(), "-m", "roadtrain.cli", "show", str(run), "--png", str(picture)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    image = pytest.importorskip("PIL.Image").open(picture)
+    assert image.width == 1280 and image.height > 800
+    assert len(image.convert("RGB").getcolors(1 << 24)) > 50
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["show", str(run), "--png", str(picture)]) == 2
+    assert "apt-get install chromium" in capsys.readouterr().err
+
+
+def test_a_run_is_followed_and_a_stopped_server_is_seen(page: Any, tmp_path: Path) -> None:
+    """Rule 5: within 2 seconds."""
+    token = tmp_path / "token"
+    write_token(token, b"a secret of the job")
+    server = HostProcess(tmp_path / "server", token=b"a secret of the job")
+    path = write_job(tmp_path)
+    words = ["--run.steps", "100000", "--servers.addresses", json.dumps([server.where])]
+    words += ["--servers.token_file", str(token), "--store.files", "[]"]
+    command = [warm_python(), "-m", "roadtrain.cli", "train", str(path), *words]
+    trainer = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+        with shown(tmp_path / "run") as url:
+            open_page(page, url)
+            wait_for(lambda: "training" in text(page, "top") and column(page, "loss", "x"))
+            first = column(page, "loss", "x")[-1]
+            wait_for(lambda: column(page, "loss", "x")[-1] > first + 3)
+            wait_for(lambda: f"server {server.where}" in text(page, "state"))
+            wait_for(lambda: "1 worker(s)" in text(page, "state"))
+            wanted = ("server 0", f"link of worker 0 to server 0 ({server.where})")
+            lanes = lambda: {*column(page, "timeline", "lane")}  # noqa: E731
+            wait_for(lambda: all(any(lane.startswith(w) for lane in lanes()) for w in wanted))
+            assert "link of worker 0" in text(page, "rates")
+            assert "has not answered" not in text(page, "top")
+            assert server.process.pid
+            os.kill(server.process.pid, signal.SIGSTOP)
+            stopped = time.monotonic()
+            wait_for(lambda: f"server {server.where} has not answered" in text(page, "top"), 20)
+            took_s = time.monotonic() - stopped
+            os.kill(server.process.pid, signal.SIGCONT)
+            wait_for(lambda: "has not answered" not in text(page, "top"))
+            assert took_s < 2.0
+            assert not problems(page)
+    finally:
+        trainer.kill()
+        trainer.wait()
+        server.kill()
