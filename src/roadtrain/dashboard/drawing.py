@@ -6,17 +6,21 @@ Curves and timelines are thinned out before they are sent, so a page costs the s
 
 from __future__ import annotations
 
+import functools
+import heapq
+import math
 import re
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from bokeh.document import Document
-from bokeh.models import ColumnDataSource, Div, FactorRange, HoverTool, InlineStyleSheet
+from bokeh.models import ColumnDataSource, Div, HoverTool, InlineStyleSheet, Range1d
 from bokeh.plotting import figure
 from bokeh.themes import Theme
 from jinja2 import Environment, FileSystemLoader
@@ -27,11 +31,12 @@ from roadtrain.dashboard.findings import LaneRate, lane_rates
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.planner.look import LINES, OTHER_COLOR, RUN_COLORS, STAGE_COLORS, TEXT, style_sheet
 from roadtrain.servers.trace import Span
-from roadtrain.units import show_bytes, show_rate, show_seconds
 
 POINTS = 600  # most points of a curve
 BARS = 2000  # most bars of the timeline; of more, the longest are drawn
-ROW, FRAME = 18, 60  # pixels of a lane, and around the lanes
+REDRAW_S = 1.0  # curves and timeline are drawn at most so often
+ROW, LOW_ROW, FRAME = 18, 9, 60  # pixels of a lane, of each of MANY lanes, and around the lanes
+MANY = 48
 CURVES = {
     "loss": "loss",
     "grad_norm": "gradient norm",
@@ -71,32 +76,51 @@ def kind_of(lane: str) -> int:
     return 0
 
 
-def bars(runs: Sequence[RunWatch]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Return the lanes of the timeline, from top to bottom, and the columns of its bars."""
+class Bars(NamedTuple):
+    """The bars of a timeline. `lanes`: their names, from top to bottom."""
+
+    lanes: list[str]
+    columns: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4)
+def computed(
+    runs: tuple[RunWatch, ...], versions: tuple[int, ...], host: Host | None
+) -> tuple[Bars, list[list[LaneRate]]]:
+    """Return the bars and the rates of runs, which all readers share."""
+    return bars(runs), [lane_rates(run, host) for run in runs]
+
+
+def bars(runs: Sequence[RunWatch]) -> Bars:
+    """Return the bars of the last steps of runs."""
     named: list[tuple[str, Span]] = []
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         for spans in run.processes_of_spans().values():
             named += [(before + span.lane, span) for span in spans]
-    lanes = sorted({(kind_of(span.lane), lane) for lane, span in named})
-    labels = {lane: LONG_PATH.sub(r"(…\2)", lane) for _, lane in lanes}
-    if len({*labels.values()}) < len(labels):
-        labels = {lane: lane for lane in labels}
-    named.sort(key=lambda pair: pair[1].begin - pair[1].end)
-    columns: dict[str, list[Any]] = {key: [] for key in ("lane", "left", "right", "color", "text")}
-    for lane, span in named[:BARS]:
-        seconds = span.end - span.begin
-        text = f"{span.stage} {show_seconds(seconds)}"
-        if span.nbytes and seconds > 0:
-            text += f", {show_bytes(span.nbytes)}, {show_rate(span.nbytes / seconds)}"
-        values = (labels[lane], span.begin * 1e3, span.end * 1e3)
-        for column, value in zip(columns.values(), (*values, _color(span.stage), text)):
-            column.append(value)
-    return [*labels.values()], columns
+    lanes = sorted({(kind_of(span.lane), lane) for lane, span in named}, key=_natural)
+    position = {lane: i for i, (_, lane) in enumerate(lanes)}
+    longest = heapq.nlargest(BARS, named, key=lambda pair: pair[1].end - pair[1].begin)
+    begin, end = (np.array([span[i] for _, span in longest]) for i in (2, 3))
+    nbytes = np.array([span.nbytes for _, span in longest], dtype=float)
+    colors = [STAGE_COLORS.get(span.stage, OTHER_COLOR) for _, span in longest]
+    columns = {
+        "y": np.array([position[lane] for lane, _ in longest], dtype=float),
+        "left": begin * 1e3,
+        "right": end * 1e3,
+        "color": np.array([int(f"{color[1:]}cc", 16) for color in colors], dtype=np.uint32),
+        "stage": [span.stage for _, span in longest],
+        "ms": (end - begin) * 1e3,
+        "MB": nbytes / 1e6,
+        "GB/s": nbytes / 1e9 / np.maximum(end - begin, 1e-9),
+    }
+    return Bars([LONG_PATH.sub(r"(…\2)", lane) for _, lane in lanes], columns)
 
 
-def _color(stage: str) -> str:
-    return STAGE_COLORS.get(stage, OTHER_COLOR)
+def _natural(pair: tuple[int, str]) -> tuple[int, list[Any]]:
+    """Sort "worker 10" after "worker 9"."""
+    words = re.split(r"(\d+)", pair[1])
+    return pair[0], [int(word) if word.isdigit() else word for word in words]
 
 
 @dataclass
@@ -109,7 +133,9 @@ class Panels:
     texts: dict[str, Div] = field(default_factory=dict)
     figures: dict[str, figure] = field(default_factory=dict)
     sources: dict[str, ColumnDataSource] = field(default_factory=dict)
-    drawn: list[int] = field(default_factory=list)  # the versions of the runs that are drawn
+    drawn: tuple[int, ...] = ()  # the versions of the runs that are drawn
+    drawn_at: float = -math.inf
+    lanes: list[str] = field(default_factory=list)
     found: list[list[LaneRate]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -141,10 +167,10 @@ class Panels:
         self.figures[name] = plot
 
     def _add_timeline(self) -> None:
-        source = ColumnDataSource({key: [] for key in ("lane", "left", "right", "color", "text")})
+        source = self.sources["timeline"] = ColumnDataSource(bars([]).columns)
         plot = figure(
             name="timeline",
-            y_range=FactorRange(),
+            y_range=Range1d(),
             x_axis_type="datetime",
             sizing_mode="stretch_width",
             tools="xpan,xwheel_zoom,xbox_zoom,reset",
@@ -152,17 +178,18 @@ class Panels:
             active_scroll="xwheel_zoom",
             toolbar_location="right",
         )
-        plot.hbar(
-            "lane", left="left", right="right", height=0.8, color="color", source=source, alpha=0.8
-        )
-        plot.add_tools(HoverTool(tooltips="@text"))
-        self.figures["timeline"], self.sources["timeline"] = plot, source
+        plot.hbar("y", left="left", right="right", height=0.8, fill_color="color", source=source)
+        plot.renderers[0].glyph.line_color = None
+        tooltips = [("", "@stage"), ("ms", "@ms{0.000}"), ("MB", "@MB{0.0}")]
+        plot.add_tools(HoverTool(tooltips=[*tooltips, ("GB/s", "@{GB/s}{0.000}")]))
+        plot.ygrid.visible = False
+        self.figures["timeline"] = plot
 
     def update(self) -> None:
         """Draw what is new. The texts name times, so they are always compared."""
-        versions = [run.version for run in self.runs]
-        if versions != self.drawn:
-            self.drawn = versions
+        versions = tuple(run.version for run in self.runs)
+        if versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S:
+            self.drawn, self.drawn_at = versions, time.monotonic()
             self._draw()
         for name, text in self._texts():
             if self.texts[name].text != text:
@@ -173,13 +200,16 @@ class Panels:
             for number, run in enumerate(self.runs):
                 x, y = curve(run, name)
                 self.sources[f"{name} {number}"].data = {"x": x, "y": y}
-        lanes, columns = bars(self.runs)
-        plot = self.figures["timeline"]
-        if lanes[::-1] != plot.y_range.factors:
-            plot.y_range.factors = lanes[::-1]
-            plot.height = FRAME + ROW * max(3, len(lanes))
+        (lanes, columns), self.found = computed(tuple(self.runs), self.drawn, self.host)
+        if lanes != self.lanes:
+            self.lanes, plot = lanes, self.figures["timeline"]
+            row = ROW if len(lanes) <= MANY else LOW_ROW
+            plot.height = FRAME + row * max(3, len(lanes))
+            plot.y_range.update(start=len(lanes) - 0.5, end=-0.5)
+            plot.yaxis.ticker = [*range(len(lanes))]
+            plot.yaxis.major_label_overrides = dict(enumerate(lanes))
+            plot.yaxis.major_label_text_font_size = "11px" if row == ROW else "8px"
         self.sources["timeline"].data = columns
-        self.found = [lane_rates(run, self.host) for run in self.runs]
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         def of_all(draw: Callable[[RunWatch, list[LaneRate]], str]) -> str:

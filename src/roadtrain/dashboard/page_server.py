@@ -38,7 +38,8 @@ SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the
 COOKIE = "roadtrain-show"
 HEAD, ROWS = 760, 19  # pixels of a picture above the tables, and of a row of them
 LOGIN = """<!doctype html><title>roadtrain show</title><form method="post">
-<label>Token <input type="password" name="token" autocomplete="off" autofocus></label> <button>Show</button></form>"""
+<label>Token <input type="password" name="token" autocomplete="off" autofocus></label>
+<button>Show</button></form>"""
 Settings = tuple[Host | None, float | None, str]  # the probed host, endurance in TB, the theme
 
 
