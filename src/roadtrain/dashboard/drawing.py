@@ -7,7 +7,6 @@ Curves and timelines are thinned out before they are sent, so a page costs the s
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 import re
 import time
@@ -30,10 +29,11 @@ from roadtrain.dashboard import tables
 from roadtrain.dashboard.findings import LaneRate, lane_rates
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.planner.look import LINES, OTHER_COLOR, RUN_COLORS, STAGE_COLORS, TEXT, style_sheet
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Span, joined
 
 POINTS = 600  # most points of a curve
 BARS = 2000  # most bars of the timeline; of more, the longest are drawn
+ZOOMED = 0.7  # a reader who sees less of the timeline gets all its short bars there
 REDRAW_S = 1.0  # curves and timeline are drawn at most so often
 ROW, LOW_ROW, FRAME = 18, 9, 60  # pixels of a lane, of each of MANY lanes, and around the lanes
 MANY = 48
@@ -43,6 +43,8 @@ CURVES = {
     "tokens_per_s": "tokens/s",
     "lr": "learning rate",
 }
+KINDS = ("", "worker", "server", "disk", "link")  # of lanes, from top to bottom; first devices
+KIND = re.compile(r"(?:^|: )(worker|server|disk|link) ")
 LONG_PATH = re.compile(r"\((/\S{20,}?)(\S{18})\)")  # in the name of a lane
 
 
@@ -68,14 +70,6 @@ def curve(run: RunWatch, name: str) -> tuple[Any, Any]:
         return thinned(curves["step"], np.array(curves["tokens"]) / np.array(curves["seconds"]))
 
 
-def kind_of(lane: str) -> int:
-    """Return the position of a lane's kind: devices, workers, servers, disks, links."""
-    for position, begin in ((4, "link"), (3, "disk"), (2, "server"), (1, "worker")):
-        if lane.startswith(begin):
-            return position
-    return 0
-
-
 class Bars(NamedTuple):
     """The bars of a timeline. `lanes`: their names, from top to bottom."""
 
@@ -83,44 +77,77 @@ class Bars(NamedTuple):
     columns: dict[str, Any]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def computed(
-    runs: tuple[RunWatch, ...], versions: tuple[int, ...], host: Host | None
+    runs: tuple[RunWatch, ...],
+    versions: tuple[int, ...],
+    host: Host | None,
+    window: tuple[float, float] | None,
 ) -> tuple[Bars, list[list[LaneRate]]]:
     """Return the bars and the rates of runs, which all readers share."""
-    return bars(runs), [lane_rates(run, host) for run in runs]
+    return bars(runs, window), [lane_rates(run, host) for run in runs]
 
 
-def bars(runs: Sequence[RunWatch]) -> Bars:
-    """Return the bars of the last steps of runs."""
-    named: list[tuple[str, Span]] = []
+def bars(runs: Sequence[RunWatch], window: tuple[float, float] | None = None) -> Bars:
+    """Return the bars of the last steps of runs. `window`: the seconds (begin, end) into which a
+    reader has zoomed, where short bars are drawn as well."""
+    spans: list[Span] = []
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
-        for spans in run.processes_of_spans().values():
-            named += [(before + span.lane, span) for span in spans]
-    lanes = sorted({(kind_of(span.lane), lane) for lane, span in named}, key=_natural)
-    position = {lane: i for i, (_, lane) in enumerate(lanes)}
-    longest = heapq.nlargest(BARS, named, key=lambda pair: pair[1].end - pair[1].begin)
-    begin, end = (np.array([span[i] for _, span in longest]) for i in (2, 3))
-    nbytes = np.array([span.nbytes for _, span in longest], dtype=float)
-    colors = [STAGE_COLORS.get(span.stage, OTHER_COLOR) for _, span in longest]
+        for own in run.processes_of_spans().values():
+            spans += [span._replace(lane=before + span.lane) for span in own] if before else own
+    lanes = sorted({span.lane for span in spans}, key=_order)
+    position = {lane: i for i, lane in enumerate(lanes)}
+    spans.sort(key=lambda span: span.end)
+    drawn = few(spans)
+    if window is not None:
+        inside = [s for s in spans if overlaps(s, *window)]
+        outside = ((-math.inf, window[0]), (window[1], math.inf))
+        drawn = [cut(s, *side) for side in outside for s in drawn if overlaps(s, *side)]
+        drawn += few(inside)
+    begin, end = (np.array([span[i] for span in drawn], dtype=float) for i in (2, 3))
+    nbytes = np.array([span.nbytes for span in drawn], dtype=float)
+    colors = [STAGE_COLORS.get(span.stage, OTHER_COLOR) for span in drawn]
     columns = {
-        "y": np.array([position[lane] for lane, _ in longest], dtype=float),
+        "y": np.array([position[span.lane] for span in drawn], dtype=float),
         "left": begin * 1e3,
         "right": end * 1e3,
         "color": np.array([int(f"{color[1:]}cc", 16) for color in colors], dtype=np.uint32),
-        "stage": [span.stage for _, span in longest],
+        "stage": [span.stage for span in drawn],
         "ms": (end - begin) * 1e3,
         "MB": nbytes / 1e6,
         "GB/s": nbytes / 1e9 / np.maximum(end - begin, 1e-9),
     }
-    return Bars([LONG_PATH.sub(r"(…\2)", lane) for _, lane in lanes], columns)
+    return Bars([LONG_PATH.sub(r"(…\2)", lane) for lane in lanes], columns)
 
 
-def _natural(pair: tuple[int, str]) -> tuple[int, list[Any]]:
-    """Sort "worker 10" after "worker 9"."""
-    words = re.split(r"(\d+)", pair[1])
-    return pair[0], [int(word) if word.isdigit() else word for word in words]
+def overlaps(span: Span, begin: float, end: float) -> bool:
+    return span.begin < end and span.end > begin
+
+
+def cut(span: Span, begin: float, end: float) -> Span:
+    """Return the part of a span between two times, with its share of the bytes."""
+    left, right = max(span.begin, begin), min(span.end, end)
+    nbytes = int(span.nbytes * (right - left) / (span.end - span.begin))
+    return span._replace(begin=left, end=right, nbytes=nbytes)
+
+
+def few(spans: list[Span]) -> list[Span]:
+    """Join spans until there are at most BARS, or until a lane has one bar for each stage."""
+    whole_s = spans[-1].end - min(span.begin for span in spans) if spans else 0.0
+    gap_s = whole_s / BARS
+    while len(spans) > BARS and gap_s < whole_s:
+        spans, gap_s = joined(spans, gap_s), gap_s * 2
+    return spans
+
+
+def _order(lane: str) -> tuple[int, list[tuple[bool, Any]]]:
+    """Sort lanes by kind, and "worker 10" after "worker 9"."""
+    words = re.split(r"(\d+)", lane)
+    kind = KIND.search(lane)
+    return KINDS.index(kind[1] if kind else ""), [
+        (word.isdigit(), int(word) if word.isdigit() else word) for word in words
+    ]
 
 
 @dataclass
@@ -135,6 +162,7 @@ class Panels:
     sources: dict[str, ColumnDataSource] = field(default_factory=dict)
     drawn: tuple[int, ...] = ()  # the versions of the runs that are drawn
     drawn_at: float = -math.inf
+    window: tuple[float, float] | None = None  # what the reader sees of the timeline
     lanes: list[str] = field(default_factory=list)
     found: list[list[LaneRate]] = field(default_factory=list)
 
@@ -188,8 +216,9 @@ class Panels:
     def update(self) -> None:
         """Draw what is new. The texts name times, so they are always compared."""
         versions = tuple(run.version for run in self.runs)
-        if versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S:
-            self.drawn, self.drawn_at = versions, time.monotonic()
+        changed = versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S
+        if changed or self._zoom() != self.window:
+            self.drawn, self.drawn_at, self.window = versions, time.monotonic(), self._zoom()
             self._draw()
         for name, text in self._texts():
             if self.texts[name].text != text:
@@ -200,7 +229,9 @@ class Panels:
             for number, run in enumerate(self.runs):
                 x, y = curve(run, name)
                 self.sources[f"{name} {number}"].data = {"x": x, "y": y}
-        (lanes, columns), self.found = computed(tuple(self.runs), self.drawn, self.host)
+        (lanes, columns), self.found = computed(
+            tuple(self.runs), self.drawn, self.host, self.window
+        )
         if lanes != self.lanes:
             self.lanes, plot = lanes, self.figures["timeline"]
             row = ROW if len(lanes) <= MANY else LOW_ROW
@@ -210,6 +241,15 @@ class Panels:
             plot.yaxis.major_label_overrides = dict(enumerate(lanes))
             plot.yaxis.major_label_text_font_size = "11px" if row == ROW else "8px"
         self.sources["timeline"].data = columns
+
+    def _zoom(self) -> tuple[float, float] | None:
+        """Return the seconds (begin, end) into which the reader has zoomed, or None."""
+        shown, columns = self.figures["timeline"].x_range, self.sources["timeline"].data
+        if not len(columns["left"]) or not math.isfinite(shown.end - shown.start):
+            return None
+        whole_ms = columns["right"].max() - columns["left"].min()
+        zoomed = shown.end - shown.start < ZOOMED * whole_ms
+        return (shown.start / 1e3, shown.end / 1e3) if zoomed else None
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         def of_all(draw: Callable[[RunWatch, list[LaneRate]], str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,15 +111,20 @@ def _joined(spans: list[Span]) -> list[Span]:
     remain."""
     newest = spans[-1].end
     spans = [span for span in spans if span.end > newest - KEPT_S]
-    gap = (newest - spans[0].begin) / GRAINS
+    return joined(spans, (newest - spans[0].begin) / GRAINS)[-MOST_SPANS // 2 :]
+
+
+def joined(spans: Iterable[Span], gap_s: float) -> list[Span]:
+    """Return spans, ordered by their ends, with neighbors of the same lane and stage joined if less
+    than `gap_s` is between them."""
     last: dict[tuple[str, str], int] = {}  # (stage, lane) -> index of its last span in `out`
     out: list[Span] = []
     for span in spans:
         i = last.get(span[:2])
-        if i is not None and span.begin - out[i].end < gap:
+        if i is not None and span.begin - out[i].end < gap_s:
             begin, end = min(out[i].begin, span.begin), max(out[i].end, span.end)
             out[i] = Span(*span[:2], begin, end, out[i].nbytes + span.nbytes)
         else:
             last[span[:2]] = len(out)
             out.append(span)
-    return out[-MOST_SPANS // 2 :]
+    return out

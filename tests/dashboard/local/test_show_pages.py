@@ -37,6 +37,9 @@ from tests.support.warm_python import warm_python
 
 pytestmark = [needs_browser, pytest.mark.slow]
 pytest.importorskip("bokeh", reason="no bokeh: pip install bokeh")
+wheel = pytest.importorskip(
+    "selenium.webdriver.common.actions.wheel_input", reason="no selenium: pip install selenium"
+)
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # the bar leaves a thread running
 
@@ -289,3 +292,31 @@ def test_ten_thousand_steps_and_64_hosts_are_drawn_in_a_second(page: Any, tmp_pa
         assert text(page, "memory").count("<tr>") == 1 + 3 * 64
         print(f"drawn in {took_ms:.0f} ms")
         assert took_ms < 1000
+
+
+def test_zooming_shows_short_bars(page: Any, tmp_path: Path) -> None:
+    job = JOB.format(home=tmp_path).replace("steps = 12", "steps = 50")
+    write_large_run(tmp_path / "large", job, 50, 64)
+    with shown(tmp_path / "large") as url:
+        open_page(page, url)
+        lefts = column(page, "timeline", "left")
+        assert len(lefts) <= 2000 and {*column(page, "timeline", "y")} == {*range(192)}
+
+        def range_of(end: str) -> float:
+            script = "return Bokeh.documents[0].get_model_by_name('timeline').x_range[arguments[0]]"
+            return float(page.execute_script(script, end))
+
+        whole_ms = range_of("end") - range_of("start")
+        actions = pytest.importorskip("selenium.webdriver").ActionChains(page)
+        origin = wheel.ScrollOrigin.from_viewport(640, 500)  # in the timeline
+        for _ in range(3):
+            actions.scroll_from_origin(origin, 0, -400)
+        actions.perform()
+        wait_for(lambda: range_of("end") - range_of("start") < whole_ms / 8)
+
+        def inside() -> int:
+            begin, end = range_of("start"), range_of("end")
+            return sum(begin < left < end for left in column(page, "timeline", "left"))
+
+        wait_for(lambda: inside() > 192)  # several bars in each lane
+        assert min(column(page, "timeline", "left")) == min(lefts)  # the rest is still there
