@@ -11,7 +11,7 @@ import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -21,19 +21,17 @@ import numpy as np
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource, Div, HoverTool, InlineStyleSheet, Range1d
 from bokeh.plotting import figure
-from bokeh.themes import Theme
 from jinja2 import Environment, FileSystemLoader
 
 from roadtrain.config.cluster import Host
 from roadtrain.dashboard import tables
 from roadtrain.dashboard.findings import LaneRate, lane_rates
 from roadtrain.dashboard.watch import RunWatch
-from roadtrain.planner.look import LINES, OTHER_COLOR, RUN_COLORS, STAGE_COLORS, TEXT, style_sheet
+from roadtrain.planner.look import OTHER_COLOR, RUN_COLORS, STAGE_COLORS, style_sheet
 from roadtrain.servers.trace import Span, joined
 
 POINTS = 600  # most points of a curve
-BARS = 2000  # most bars of the timeline; of more, the longest are drawn
-ZOOMED = 0.7  # a reader who sees less of the timeline gets all its short bars there
+BARS = 4000  # most bars of the timeline; of more, neighbors are joined
 REDRAW_S = 1.0  # curves and timeline are drawn at most so often
 ROW, LOW_ROW, FRAME = 18, 9, 60  # pixels of a lane, of each of MANY lanes, and around the lanes
 MANY = 48
@@ -101,10 +99,9 @@ def bars(runs: Sequence[RunWatch], window: tuple[float, float] | None = None) ->
     spans.sort(key=lambda span: span.end)
     drawn = few(spans)
     if window is not None:
-        inside = [s for s in spans if overlaps(s, *window)]
-        outside = ((-math.inf, window[0]), (window[1], math.inf))
-        drawn = [cut(s, *side) for side in outside for s in drawn if overlaps(s, *side)]
-        drawn += few(inside)
+        drawn = few([span for span in spans if span.begin < window[1] and span.end > window[0]])
+        ends = min(span.begin for span in spans), spans[-1].end
+        drawn += [Span("", lanes[0], end, end) for end in ends]  # so that `reset` shows all
     begin, end = (np.array([span[i] for span in drawn], dtype=float) for i in (2, 3))
     nbytes = np.array([span.nbytes for span in drawn], dtype=float)
     colors = [STAGE_COLORS.get(span.stage, OTHER_COLOR) for span in drawn]
@@ -119,17 +116,6 @@ def bars(runs: Sequence[RunWatch], window: tuple[float, float] | None = None) ->
         "GB/s": nbytes / 1e9 / np.maximum(end - begin, 1e-9),
     }
     return Bars([LONG_PATH.sub(r"(…\2)", lane) for lane in lanes], columns)
-
-
-def overlaps(span: Span, begin: float, end: float) -> bool:
-    return span.begin < end and span.end > begin
-
-
-def cut(span: Span, begin: float, end: float) -> Span:
-    """Return the part of a span between two times, with its share of the bytes."""
-    left, right = max(span.begin, begin), min(span.end, end)
-    nbytes = int(span.nbytes * (right - left) / (span.end - span.begin))
-    return span._replace(begin=left, end=right, nbytes=nbytes)
 
 
 def few(spans: list[Span]) -> list[Span]:
@@ -248,8 +234,10 @@ class Panels:
         if not len(columns["left"]) or not math.isfinite(shown.end - shown.start):
             return None
         whole_ms = columns["right"].max() - columns["left"].min()
-        zoomed = shown.end - shown.start < ZOOMED * whole_ms
-        return (shown.start / 1e3, shown.end / 1e3) if zoomed else None
+        beside = (shown.end - shown.start) / 2  # a reader who moves sees bars at once
+        if 4 * beside > whole_ms:
+            return None
+        return (shown.start - beside) / 1e3, (shown.end + beside) / 1e3
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         def of_all(draw: Callable[[RunWatch, list[LaneRate]], str]) -> str:
@@ -277,33 +265,10 @@ def fill(document: Document, panels: Panels, theme: str, scripts: Sequence[str] 
     for root in (*panels.texts.values(), *panels.figures.values()):
         document.add_root(root)
     document.title = " ".join(run.name for run in panels.runs)
-    document.theme = Theme(json=_theme(theme or "light"))
+    document.theme = f"{theme or 'light'}_minimal"
     # like Bokeh's own, this template gets parts of pages; the names of runs are in the documents
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent))
     document.template = templates.get_template("dashboard.html.j2")
     document.template_variables.update(
         style=style_sheet(theme), theme=theme, scripts=scripts, live=bool(scripts)
     )
-
-
-def _theme(theme: str) -> Mapping[str, Any]:
-    text, lines = TEXT[theme], LINES[theme]
-    axis = {
-        "axis_line_color": lines,
-        "major_tick_line_color": lines,
-        "minor_tick_line_color": None,
-        "major_label_text_color": text,
-        "axis_label_text_color": text,
-    }
-    attrs = {
-        "Plot": {
-            "background_fill_color": None,
-            "border_fill_color": None,
-            "outline_line_color": lines,
-        },
-        "Grid": {"grid_line_color": lines, "grid_line_alpha": 0.6},
-        "Axis": axis,
-        "Title": {"text_color": text, "text_font_size": "13px"},
-        "Legend": {"background_fill_alpha": 0.0, "label_text_color": text, "border_line_alpha": 0},
-    }
-    return {"attrs": attrs}

@@ -17,7 +17,7 @@ from roadtrain.dashboard.watch import RunWatch
 from roadtrain.servers.trace import Span
 from roadtrain.training.metrics import alike
 from roadtrain.training.predicted import RECENT, tables_of
-from roadtrain.training.status import show_span
+from roadtrain.training.run_lines import show_span
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 DISK, LINK = "disk of ", "link of "  # how the names of such lanes begin

@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import json
 import logging
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from roadtrain.dashboard.drawing import Panels, fill
 from roadtrain.dashboard.picture import picture
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.errors import ConfigError
-from roadtrain.planner.trace_events import Slice, trace_events
-from roadtrain.transport.tcp import Address, Tls
+from roadtrain.planner.trace_events import trace_events
+from roadtrain.transport.tcp import Address
 
 REFRESH_MS = 250
 SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the page needs
@@ -57,7 +56,7 @@ def trace(runs: Sequence[RunWatch]) -> dict[str, Any]:
                 lane = f"{span.lane} ({row + 1})" if row else span.lane
                 name = f"{run.name}: {process}" if len(runs) > 1 else process
                 args = {"bytes": span.nbytes}
-                slices.append(Slice(name, lane, span.stage, span.begin, span.end, args))
+                slices.append((name, lane, span.stage, span.begin, span.end, args))
     return trace_events(slices)
 
 
@@ -120,7 +119,6 @@ def serve(
     settings: Settings,
     where: Address,
     token: bytes | None,
-    tls: Tls | None,
 ) -> None:
     """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError if the address is in use."""
     asyncio.set_event_loop(asyncio.new_event_loop())
@@ -135,9 +133,6 @@ def serve(
         document.add_periodic_callback(panels.update, REFRESH_MS)
 
     names: list[str] = []  # the names of this server, by which pages may reach it without a token
-    options: dict[str, Any] = (
-        {} if tls is None else {"ssl_certfile": tls.cert, "ssl_keyfile": tls.key}
-    )
     try:
         server = Server(
             Application(FunctionHandler(open_page)),
@@ -147,7 +142,6 @@ def serve(
             extra_patterns=[(r"/trace\.json", TraceHandler, {"runs": runs, "hosts": names})],
             auth_provider=NullAuth() if token is None else TokenProvider(token),
             allow_websocket_origin=None if token is None else ["*"],
-            **options,
         )
     except OSError as cause:
         raise ConfigError(
@@ -156,27 +150,21 @@ def serve(
     if token is None:
         names += [f"localhost:{server.port}", f"{host}:{server.port}"]
         server._tornado._websocket_origins.update(names)
-    scheme = "http" if tls is None else "https"
-    print(f"{' '.join(run.name for run in runs)}: {scheme}://{host}:{server.port}/ (Ctrl-C ends)")
+    print(f"{' '.join(run.name for run in runs)}: http://{host}:{server.port}/ (Ctrl-C ends)")
 
     def refresh() -> None:
         for run in runs:
             run.refresh()
 
     watch = PeriodicCallback(refresh, REFRESH_MS)
-    loop = asyncio.get_event_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.io_loop.stop)
-    server.start()
     watch.start()
-    server.io_loop.start()
+    server.run_until_shutdown()
     watch.stop()
-    server.stop()
 
 
 def _asked_theme(document: Document) -> str:
-    asked = document.session_context.request.arguments.get("theme", [b""])[0].decode()
-    return asked if asked in ("light", "dark") else ""
+    theme = document.session_context.request.arguments.get("theme", [b""])[0].decode()
+    return theme if theme in ("light", "dark") else ""
 
 
 def write_picture(

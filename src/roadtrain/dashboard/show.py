@@ -16,7 +16,7 @@ from roadtrain.config.cluster import Host, load_cluster
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.errors import ConfigError
 from roadtrain.storage.direct import check_file
-from roadtrain.transport.address import address_of, tls_of, token_of
+from roadtrain.transport.address import address_of, token_of
 
 EXTRA = "pip install 'roadtrain[dashboard]'"
 
@@ -26,8 +26,6 @@ def command(
     port: int | None = None,
     listen: str = "",
     token_file: str | None = None,
-    cert: str | None = None,
-    key: str | None = None,
     cluster: str = "",
     endurance_tbw: float | None = None,
     png: str = "",
@@ -43,8 +41,6 @@ def command(
         port: port on this host (default: a free one)
         listen: HOST:PORT to serve other hosts at; needs --token-file
         token_file: file (mode 600) with a token that readers must enter
-        cert: TLS: PEM file with the certificate of this server
-        key: TLS: PEM file with the key of this certificate
         cluster: cluster file of `roadtrain probe`, with whose rates disks and links are compared
         endurance_tbw: rated endurance of the SSD, terabytes written (assumed: 600)
         png: write a picture to this file instead of serving a page
@@ -62,7 +58,7 @@ def command(
             f"--listen {listen} lets other hosts read the run, so it needs a token",
             hint="add --token-file FILE; or use `ssh -L` and the default address",
         )
-    tls, token = tls_of(cert, key, None), token_of(token_file)
+    token = token_of(token_file)
     host = probed_host(cluster) if cluster else None
     pages = bokeh_part("page_server")
     runs = [RunWatch(name) for name in run.split(",") if name]
@@ -71,7 +67,7 @@ def command(
             pages.write_picture(runs, host, endurance_tbw, Path(png), theme or "light")
             print(f"picture {png}")
         else:
-            pages.serve(runs, (host, endurance_tbw, theme), where, token, tls)
+            pages.serve(runs, (host, endurance_tbw, theme), where, token)
     finally:
         for watch in runs:
             watch.close()

@@ -9,8 +9,7 @@ from html import escape
 from roadtrain.dashboard.findings import LaneRate, alerts, limit_line
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.planner.look import FINE, STAGE_COLORS, WARNING
-from roadtrain.training.run_lines import endurance
-from roadtrain.training.status import show_span, wear_rows
+from roadtrain.training.run_lines import show_span, wear_rows
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 STYLE = f"""
@@ -125,8 +124,4 @@ def durability(run: RunWatch) -> str:
 
 
 def wear(run: RunWatch, tbw: float | None) -> str:
-    """Return what the run has written to the SSDs of this host, and how long they last."""
-    found = endurance(run.job, run.lines, tbw)
-    where = "on the servers" if run.job.servers.addresses else "in memory"
-    rows = [("written", f"nothing to this host's SSDs: the state is {where}")]
-    return table("Endurance of the SSDs", rows if found is None else wear_rows(found))
+    return table("Endurance of the SSDs", wear_rows(run.job, run.lines, tbw))

@@ -78,7 +78,7 @@ class NodeWatch:
             self.answered = time.monotonic()
             if self.role == "server" and time.monotonic() - spans_at > SPANS_EVERY_S:
                 spans_at = time.monotonic()
-                spans = health.ask_spans(where, options, ANSWER_S)
+                spans = health.ask(where, options, health.ASK_SPANS, ANSWER_S, list[Span])
                 self.spans = self.spans if isinstance(spans, PeerError) else spans
 
 

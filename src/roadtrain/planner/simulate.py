@@ -22,7 +22,7 @@ from roadtrain.config.models import ModelShape, from_config, named_shape
 from roadtrain.config.plan_file import Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
-from roadtrain.planner.trace_events import Slice, trace_events
+from roadtrain.planner.trace_events import trace_events
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
@@ -297,7 +297,7 @@ def perfetto(result: Result) -> dict[str, Any]:
     """Return the trace of a result for Perfetto. Each pipeline stage or server is shown as a
     process, each kind of work as a thread, and each memory as a counter."""
     slices = (
-        Slice(task.where, task.stage, task.stage, task.begin, task.end, {"work": task.work})
+        (task.where, task.stage, task.stage, task.begin, task.end, {"work": task.work})
         for task in result.trace
     )
     return trace_events(slices, result.timeline)

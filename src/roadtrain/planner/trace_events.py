@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Slice(NamedTuple):
-    """Work from `begin` to `end`, in seconds. `process` and `lane` say where it is shown."""
-
-    process: str
-    lane: str
-    name: str
-    begin: float
-    end: float
-    args: Mapping[str, Any]
+# process, lane, name, begin and end in seconds, further values
+Slice = tuple[str, str, str, float, float, Mapping[str, Any]]
 
 
 def trace_events(
     slices: Iterable[Slice], counters: Mapping[str, Sequence[tuple[float, float]]] = {}
 ) -> dict[str, Any]:
-    """Return a trace as plain data for JSON, with times in microseconds. `counters`: (seconds,
-    bytes) of each memory, by name."""
+    """Return a trace as plain data for JSON, with times in microseconds.
+
+    Args:
+        slices: Work, and the process and lane that show it.
+        counters: (seconds, bytes) of each memory, by name.
+    """
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}

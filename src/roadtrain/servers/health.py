@@ -49,18 +49,14 @@ def answer(link: Link, reply: Status | list[Span]) -> Watcher:
 
 
 def ask(
-    address: Address, options: TcpOptions, hello: bytes = HELLO, answer_s: float = ANSWER_S
-) -> Status | PeerError:
-    """Query the server at `address`. Returns its status, or the error if it does not answer."""
-    return _ask(address, options, hello, answer_s, Status)
-
-
-def ask_spans(address: Address, options: TcpOptions, answer_s: float) -> list[Span] | PeerError:
-    """Return the latest spans of the server at `address`, or the error if it does not answer."""
-    return _ask(address, options, ASK_SPANS, answer_s, list[Span])
-
-
-def _ask(address: Address, options: TcpOptions, hello: bytes, answer_s: float, kind: Any) -> Any:
+    address: Address,
+    options: TcpOptions,
+    hello: bytes = HELLO,
+    answer_s: float = ANSWER_S,
+    kind: Any = Status,
+) -> Any:
+    """Query the server at `address`. Returns its status, or the error if it does not answer.
+    `kind`: the type of the answer to another `hello`, such as list[Span] to ASK_SPANS."""
     watcher = Watcher()
     handshake_s = min(answer_s, options.handshake_s)
     try:

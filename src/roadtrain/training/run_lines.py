@@ -22,6 +22,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.training.metrics import committed_at
 from roadtrain.training.predicted import RECENT
 from roadtrain.training.progress import limited_by
+from roadtrain.units import show_bytes, show_rate
 
 Line = dict[str, Any]
 ASSUMED_TBW = 600.0  # terabytes; a typical value in data sheets of 1 TB consumer SSDs
@@ -108,45 +109,34 @@ class RunLines:
         return max(int(self.last.get("committed", -1)), committed_at(self.last))
 
 
-@dataclass(frozen=True)
-class Endurance:
-    """The wear of SSDs by a run.
-
-    Attributes:
-        written: Bytes written so far.
-        rate: Bytes written per second of training.
-        devices: The number of directories, each assumed to be its own device.
-        tbw: The endurance of a device, in terabytes.
-        assumed: Whether `tbw` is a guess.
-    """
-
-    written: int
-    rate: float
-    devices: int
-    tbw: float
-    assumed: bool
-
-    @property
-    def used(self) -> float:
-        """The fraction of a device's endurance that is used."""
-        return self.written / self.devices / (self.tbw * 1e12)
-
-    @property
-    def lasts_s(self) -> float:
-        return self.tbw * 1e12 * self.devices / self.rate if self.rate else math.inf
-
-
-def endurance(job: Job, run: RunLines, tbw: float | None) -> Endurance | None:
-    """Return the wear of this host's SSDs, or None if the state is not on them. Raises ConfigError
-    if `tbw` is not above 0."""
-    if job.servers.addresses or not job.store.files:
-        return None
+def wear_rows(job: Job, run: RunLines, tbw: float | None) -> list[tuple[str, str]]:
+    """Return rows that say what the run has written to this host's SSDs, and how long they last.
+    `tbw`: the endurance of each, in terabytes. Raises ConfigError if it is not above 0."""
+    if job.servers.addresses:
+        return [("state", f"on {', '.join(job.servers.addresses)}")]
+    if not job.store.files:
+        return [("written", "nothing: the state is in RAM and is lost when the process ends")]
     if tbw is not None and not tbw > 0:
         raise ConfigError(f"--endurance-tbw {tbw:g} is not above 0", hint="--endurance-tbw 600")
-    written = sum(run.nbytes[name] for name in WRITES)
-    rate = written / run.seconds if run.seconds else 0.0
-    rated = ASSUMED_TBW if tbw is None else tbw
-    return Endurance(written, rate, len(job.store.files), rated, tbw is None)
+    written, devices = sum(run.nbytes[name] for name in WRITES), len(job.store.files)
+    rate = written / run.seconds if written else 0.0
+    directories = f"{show_bytes(written)} to {devices} directories"
+    out = [("written so far", f"{directories}, {show_rate(rate)} while training")]
+    if rate:
+        source = "assumed, set --endurance-tbw" if tbw is None else "as specified"
+        rated = ASSUMED_TBW if tbw is None else tbw
+        used = f"{written / devices / (rated * 1e12):.4%} of {rated:g} TBW per device ({source})"
+        lasts = show_span(rated * 1e12 * devices / rate)
+        out.append(("endurance used", f"{used}, if each directory is its own device"))
+        out.append(("endurance lasts", f"{lasts} of training like this"))
+    return out
+
+
+def show_span(seconds: float) -> str:
+    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 class LineTail:

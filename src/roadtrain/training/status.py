@@ -18,11 +18,11 @@ from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import compared
 from roadtrain.training.progress import Report, describe, show_table
-from roadtrain.training.run_lines import Endurance, RunLines, endurance
+from roadtrain.training.run_lines import RunLines, show_span, wear_rows
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
-from roadtrain.units import show_bytes, show_rate, show_seconds
+from roadtrain.units import show_seconds
 
 
 def names_servers(run: str) -> bool:
@@ -110,26 +110,4 @@ def rows(job: Job, run: RunLines, endurance_tbw: float | None) -> list[tuple[str
     ]
     if job.lossy:
         out.append(("lossy", ", ".join(f"{k} {v}" for k, v in job.lossy.items())))
-    if job.servers.addresses:
-        return [*out, ("state", f"on {', '.join(job.servers.addresses)}")]
-    if (wear := endurance(job, run, endurance_tbw)) is None:
-        return [*out, ("written", "nothing: the state is in RAM and is lost when the process ends")]
-    return [*out, *wear_rows(wear)]
-
-
-def wear_rows(wear: Endurance) -> list[tuple[str, str]]:
-    directories = f"{show_bytes(wear.written)} to {wear.devices} directories"
-    out = [("written so far", f"{directories}, {show_rate(wear.rate)} while training")]
-    if wear.rate:
-        source = "assumed, set --endurance-tbw" if wear.assumed else "as specified"
-        used = f"{wear.used:.4%} of {wear.tbw:g} TBW per device ({source})"
-        out.append(("endurance used", f"{used}, if each directory is its own device"))
-        out.append(("endurance lasts", f"{show_span(wear.lasts_s)} of training like this"))
-    return out
-
-
-def show_span(seconds: float) -> str:
-    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    return [*out, *wear_rows(job, run, endurance_tbw)]

@@ -1,4 +1,4 @@
-"""What a page says about a run: its state, alerts, rates and tables."""
+"""Findings and tables of a run: its state, alerts, rates and tables."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_a_stalled_run_and_a_run_that_does_not_run(directory: Path) -> None:
     assert RunWatch(str(directory)).state() == "not running"
     store = directory.parent / "ssd0"
     store.mkdir()
-    held = os.open(store, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    fd = os.open(store, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
     run = RunWatch(str(directory))
     assert run.state() == "stalled"
     assert alerts(run, []) == ["stalled: no new step for 60 s, a step takes 500 ms"]
-    os.close(held)
+    os.close(fd)
     assert run.state() == "not running" and alerts(run, []) == []
 
 
@@ -222,5 +222,5 @@ def test_curves_are_thinned_without_losing_their_extremes() -> None:
     x, y = drawing.thinned(steps, losses)
     assert len(x) <= drawing.POINTS and max(y[y == y]) == 50.0 and x[y == 50.0] == [1234]
     assert [*drawing.thinned(steps[:10], losses[:10])[1]] == [*losses[:10]]
-    gone = array("d", [math.nan] * 10_000)
-    assert len(drawing.thinned(steps, gone)[0]) <= drawing.POINTS
+    missing = array("d", [math.nan] * 10_000)
+    assert len(drawing.thinned(steps, missing)[0]) <= drawing.POINTS
