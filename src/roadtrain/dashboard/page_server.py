@@ -35,7 +35,7 @@ from roadtrain.transport.tcp import Address
 REFRESH_MS = 250
 SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the page needs
 COOKIE = "roadtrain-show"
-HEAD, ROWS = 760, 19  # pixels of a picture above the tables, and of a row of them
+HEAD, ROWS = 640, 19  # pixels of a picture above the tables, and of a row of them
 LOGIN = """<!doctype html><title>roadtrain show</title><form method="post">
 <label>Token <input type="password" name="token" autocomplete="off" autofocus></label>
 <button>Show</button></form>"""

@@ -144,8 +144,9 @@ class RunWatch:
         self.processes: Sequence[ProcessRow] = ()
         self.phase, self.changed, self.version = "", 0.0, 0
         self.job = self._job()
+        if self.home is None:
+            self._follow_nodes()
         self.refresh()
-        self._follow_nodes()
 
     def _job(self) -> Job:
         if (self.directory / "job.toml").is_file() or self.home is None:
@@ -190,8 +191,8 @@ class RunWatch:
         with suppress(RoadtrainError):
             state = home.state()
             self.phase, self.processes = state.phase, state.processes
-            if not self.nodes and (job := self._job()).servers.addresses:
-                self.job = job  # now with the addresses of its servers
+            if not self.nodes:
+                self.job = self._job()  # once the run has started, with the addresses of servers
                 self._follow_nodes()
 
     @property

@@ -20,7 +20,7 @@ from roadtrain.dashboard import tables
 from roadtrain.dashboard.findings import LaneRate, alerts, busy_seconds, lane_rates, limit_line
 from roadtrain.dashboard.watch import NodeWatch, RunWatch
 from roadtrain.errors import ConfigError
-from roadtrain.launch.home import ProcessRow
+from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
 from roadtrain.servers.trace import Span
 from tests.support.large_run import write_large_run
 
@@ -115,6 +115,36 @@ def test_silent_nodes_and_ended_processes(directory: Path) -> None:
     assert ended == "worker 1 on b is ended"
     state = tables.durability(run)
     assert "has not answered for 5." in state and "ended on b" in state
+
+
+def test_a_launched_run_is_found_by_its_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(directory.parent))
+    home = RunHome.of("first")
+    home.path.mkdir(parents=True)
+    job = JOB.format(home=directory.parent)
+    record = LaunchRecord(name="first", engine="here", launched=0.0, directory="/")
+    home.write(record, "", job)
+    rows = (
+        ProcessRow("worker 0", "a", "running", 0, 0.0),
+        ProcessRow("s 0", "b", "waiting", 2, 0.0),
+    )
+    home.write_state(RunState(phase="going", processes=rows))
+    served = job + '[servers]\naddresses = ["127.0.0.1:1"]\n'
+    (directory / "job.toml").write_text(served)  # where the launcher has put the servers
+    run = RunWatch("first")
+    try:
+        assert run.directory == directory and run.state() == "training"
+        assert [node.address for node in run.nodes] == ["127.0.0.1:1"]
+        assert alerts(run, []) == ["s 0 on b is waiting"]
+        shown = tables.durability(run)
+        assert "running on a" in shown and "waiting on b" in shown
+    finally:
+        run.close()
+    home.write_ended(1, "failed")
+    run.refresh()
+    assert run.state() == "not running" and alerts(run, []) == []
 
 
 def test_rates_are_compared_with_those_of_the_probe() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError
-from roadtrain.training.run_lines import LineTail, RunLines, endurance
+from roadtrain.training.run_lines import LineTail, RunLines, wear_rows
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -69,13 +69,16 @@ def test_lines_are_added_up() -> None:
     assert RunLines().durable == -1 and math.isnan(RunLines().loss)
 
 
-def test_endurance() -> None:
+def test_the_wear_of_ssds() -> None:
     tree = {"model": {"config": {"model_type": "llama"}}, "store": {"files": ["/a", "/b"]}}
     run = RunLines.of([line(1), line(2)])
-    wear = endurance(make_job(tree), run, 1.0)
-    assert wear is not None and not wear.assumed
-    assert wear.written == 2000 and wear.rate == 2000 and wear.used == 1000 / 1e12
-    assert wear.lasts_s == 2e12 / 2000
-    assert endurance(make_job({**tree, "store": {"files": []}}), run, None) is None
+    wear = dict(wear_rows(make_job(tree), run, 1e-6))
+    assert wear["written so far"] == "2.0 KiB to 2 directories, 2 kB/s while training"
+    assert wear["endurance used"].startswith("0.1000% of 1e-06 TBW per device (as specified)")
+    assert wear["endurance lasts"].startswith("17 minutes")
+    assert "assumed" in dict(wear_rows(make_job(tree), run, None))["endurance used"]
+    assert len(wear_rows(make_job(tree), RunLines(), None)) == 1
+    in_memory = make_job({**tree, "store": {"files": []}})
+    assert "lost when the process ends" in wear_rows(in_memory, run, None)[0][1]
     with pytest.raises(ConfigError, match="--endurance-tbw 0 is not above 0"):
-        endurance(make_job(tree), run, 0.0)
+        wear_rows(make_job(tree), run, 0.0)
