@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.json import encode
 
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Interval
 from roadtrain.training.timeline import TimelineLine
 
 
@@ -48,8 +48,8 @@ def write_large_run(directory: Path, job: str, steps: int, hosts: int, step_s: f
         with open(directory / f"timeline.{name}", "wb") as file:
             for step in range(steps - 10, steps + 1):
                 begin = now - (steps - step + 1) * step_s
-                spans = [
-                    Span(
+                intervals = [
+                    Interval(
                         stage, lane, begin + i * step_s / 40, begin + (i + 1) * step_s / 40, 1 << 20
                     )
                     for stage, lane in (
@@ -59,4 +59,4 @@ def write_large_run(directory: Path, job: str, steps: int, hosts: int, step_s: f
                     )
                     for i in range(0, 40, 2)
                 ]
-                file.write(encode(TimelineLine(step, spans)) + b"\n")
+                file.write(encode(TimelineLine(step, intervals)) + b"\n")

@@ -25,10 +25,10 @@ from jinja2 import Environment, FileSystemLoader
 
 from roadtrain.config.cluster import Host
 from roadtrain.dashboard import tables
-from roadtrain.dashboard.findings import LaneRate, lane_rates
+from roadtrain.dashboard.alerts import LaneRate, lane_rates
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.planner.look import OTHER_COLOR, RUN_COLORS, STAGE_COLORS, style_sheet
-from roadtrain.servers.trace import Span, joined
+from roadtrain.servers.trace import Interval, joined
 
 POINTS = 600  # most points of a curve
 BARS = 4000  # most bars of the timeline; of more, neighbors are joined
@@ -89,42 +89,45 @@ def computed(
 def bars(runs: Sequence[RunWatch], window: tuple[float, float] | None = None) -> Bars:
     """Return the bars of the last steps of runs. `window`: the seconds (begin, end) into which a
     reader has zoomed, where short bars are drawn as well."""
-    spans: list[Span] = []
+    every: list[Interval] = []
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
-        for own in run.processes_of_spans().values():
-            spans += [span._replace(lane=before + span.lane) for span in own] if before else own
-    lanes = sorted({span.lane for span in spans}, key=_order)
+        for own in run.by_process().values():
+            every += [work._replace(lane=before + work.lane) for work in own]
+    lanes = sorted({work.lane for work in every}, key=_order)
     position = {lane: i for i, lane in enumerate(lanes)}
-    spans.sort(key=lambda span: span.end)
-    drawn = few(spans)
+    every.sort(key=lambda work: work.end)
+    drawn = every
     if window is not None:
-        drawn = few([span for span in spans if span.begin < window[1] and span.end > window[0]])
-        ends = min(span.begin for span in spans), spans[-1].end
-        drawn += [Span("", lanes[0], end, end) for end in ends]  # so that `reset` shows all
-    begin, end = (np.array([span[i] for span in drawn], dtype=float) for i in (2, 3))
-    nbytes = np.array([span.nbytes for span in drawn], dtype=float)
-    colors = [STAGE_COLORS.get(span.stage, OTHER_COLOR) for span in drawn]
+        drawn = [work for work in every if work.begin < window[1] and work.end > window[0]]
+    drawn = few(drawn)
+    if window is not None:  # the ends of all, so that `reset` shows them
+        ends = min(work.begin for work in every), every[-1].end
+        drawn += [Interval("", lanes[0], end, end) for end in ends]
+    begins, ends_s = (np.array([work[i] for work in drawn], dtype=float) for i in (2, 3))
+    nbytes, took_s = np.array([work.nbytes for work in drawn], dtype=float), ends_s - begins
+    colors = [STAGE_COLORS.get(work.stage, OTHER_COLOR) for work in drawn]
     columns = {
-        "y": np.array([position[span.lane] for span in drawn], dtype=float),
-        "left": begin * 1e3,
-        "right": end * 1e3,
+        "y": np.array([position[work.lane] for work in drawn], dtype=float),
+        "left": begins * 1e3,
+        "right": ends_s * 1e3,
         "color": np.array([int(f"{color[1:]}cc", 16) for color in colors], dtype=np.uint32),
-        "stage": [span.stage for span in drawn],
-        "ms": (end - begin) * 1e3,
+        "stage": [work.stage for work in drawn],
+        "ms": took_s * 1e3,
         "MB": nbytes / 1e6,
-        "GB/s": nbytes / 1e9 / np.maximum(end - begin, 1e-9),
+        "GB/s": nbytes / 1e9 / np.maximum(took_s, 1e-9),
     }
     return Bars([LONG_PATH.sub(r"(…\2)", lane) for lane in lanes], columns)
 
 
-def few(spans: list[Span]) -> list[Span]:
-    """Join spans until there are at most BARS, or until a lane has one bar for each stage."""
-    whole_s = spans[-1].end - min(span.begin for span in spans) if spans else 0.0
+def few(intervals: list[Interval]) -> list[Interval]:
+    """Join intervals until there are at most BARS, or until a lane has one bar for each stage."""
+    begin = min((work.begin for work in intervals), default=0.0)
+    whole_s = intervals[-1].end - begin if intervals else 0.0
     gap_s = whole_s / BARS
-    while len(spans) > BARS and gap_s < whole_s:
-        spans, gap_s = joined(spans, gap_s), gap_s * 2
-    return spans
+    while len(intervals) > BARS and gap_s < whole_s:
+        intervals, gap_s = joined(intervals, gap_s), gap_s * 2
+    return intervals
 
 
 def _order(lane: str) -> tuple[int, list[tuple[bool, Any]]]:

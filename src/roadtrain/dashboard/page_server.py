@@ -47,16 +47,16 @@ def trace(runs: Sequence[RunWatch]) -> dict[str, Any]:
     shown in rows of their own."""
     slices = []
     for run in runs:
-        for process, spans in run.processes_of_spans().items():
+        for process, intervals in run.by_process().items():
             ends: dict[str, list[float]] = {}
-            for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-                rows = ends.setdefault(span.lane, [])
-                row = next((i for i, end in enumerate(rows) if end <= span.begin), len(rows))
-                rows[row : row + 1] = [span.end]
-                lane = f"{span.lane} ({row + 1})" if row else span.lane
+            for interval in sorted(intervals, key=lambda interval: (interval.begin, -interval.end)):
+                rows = ends.setdefault(interval.lane, [])
+                row = next((i for i, end in enumerate(rows) if end <= interval.begin), len(rows))
+                rows[row : row + 1] = [interval.end]
+                lane = f"{interval.lane} ({row + 1})" if row else interval.lane
                 name = f"{run.name}: {process}" if len(runs) > 1 else process
-                args = {"bytes": span.nbytes}
-                slices.append((name, lane, span.stage, span.begin, span.end, args))
+                args = {"bytes": interval.nbytes}
+                slices.append((name, lane, interval.stage, interval.begin, interval.end, args))
     return trace_events(slices)
 
 

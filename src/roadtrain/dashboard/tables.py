@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from roadtrain.dashboard.findings import LaneRate, alerts, limit_line
+from roadtrain.dashboard.alerts import LaneRate, alerts, limit_line
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.planner.look import FINE, STAGE_COLORS, WARNING
-from roadtrain.training.run_lines import show_span, wear_rows
+from roadtrain.training.run_lines import show_duration, wear_rows
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 STYLE = f"""
@@ -57,7 +57,8 @@ def top(run: RunWatch, rates: Sequence[LaneRate]) -> str:
     lines, steps, state = run.lines, run.job.run.steps, run.state()
     done = f"step {lines.step:,} of {steps:,}"
     if lines.recent and state != "finished":
-        done += f", {show_span(lines.left_s(run.job))} left at {show_seconds(lines.step_s)} a step"
+        left = show_duration(lines.left_s(run.job))
+        done += f", {left} left at {show_seconds(lines.step_s)} a step"
     if lines.recent:
         done += f", {lines.tokens_per_s:,.0f} tokens/s, loss {lines.loss:.4f}"
     wrong = "".join(f'<div class="alert">{escape(text)}</div>' for text in alerts(run, rates))

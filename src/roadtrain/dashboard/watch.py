@@ -20,7 +20,7 @@ from roadtrain.launch.home import ProcessRow, RunHome
 from roadtrain.launch.host_report import is_locked, mark_record
 from roadtrain.launch.status_command import launched
 from roadtrain.servers import health
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Interval
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.run_lines import LineTail, RunLines
 from roadtrain.training.status import names_servers
@@ -30,7 +30,7 @@ from roadtrain.transport.tcp import Address, TcpOptions
 
 ASK_EVERY_S, ANSWER_S = 0.3, 1.0  # pause between two queries of a server, and its time to answer
 SILENT_S = 1.5  # a server that has not answered for so long is reported
-SPANS_EVERY_S = 2.0
+INTERVALS_EVERY_S = 2.0
 STEPS = 8  # the timeline shows so many steps
 SLOW = 10.0  # a run is stalled if a step takes so many times the median
 LEAST_S = 10.0  # but not before
@@ -48,7 +48,7 @@ class NodeWatch:
     text: str = ""
     error: str = ""  # of the last query; "" if it was answered
     waits: dict[str, tuple[float, str]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
     answered: float = field(default_factory=time.monotonic)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -68,7 +68,7 @@ class NodeWatch:
         ).start()
 
     def _ask(self, where: Address, options: TcpOptions) -> None:
-        spans_at = 0.0
+        intervals_at = 0.0
         while not self.over.wait(ASK_EVERY_S):
             status = health.ask(where, options, answer_s=ANSWER_S)
             if isinstance(status, PeerError):
@@ -76,10 +76,11 @@ class NodeWatch:
                 continue
             self.text, self.waits, self.error = status[0], dict(status[1]), ""
             self.answered = time.monotonic()
-            if self.role == "server" and time.monotonic() - spans_at > SPANS_EVERY_S:
-                spans_at = time.monotonic()
-                spans = health.ask(where, options, health.ASK_SPANS, ANSWER_S, list[Span])
-                self.spans = self.spans if isinstance(spans, PeerError) else spans
+            if self.role == "server" and time.monotonic() - intervals_at > INTERVALS_EVERY_S:
+                intervals_at = time.monotonic()
+                asks, kind = health.ASK_INTERVALS, list[Interval]
+                found = health.ask(where, options, asks, ANSWER_S, kind)
+                self.intervals = self.intervals if isinstance(found, PeerError) else found
 
 
 class RankWatch:
@@ -90,7 +91,7 @@ class RankWatch:
         self.lines, self._metrics = RunLines(), LineTail(path, tail)
         timeline = timeline_of(path)
         self._timelines = [LineTail(file, TAIL_BYTES) for file in (before_of(timeline), timeline)]
-        self.steps: dict[int, list[Span]] = {}  # the spans of the last steps
+        self.steps: dict[int, list[Interval]] = {}  # the intervals of the last steps
 
     def refresh(self) -> bool:
         """Read new lines. Returns whether there are any."""
@@ -105,14 +106,14 @@ class RankWatch:
         for timeline in self._timelines:
             for line in timeline.read()[1]:
                 with suppress(msgspec.ValidationError, KeyError):
-                    self.steps[line["step"]] = msgspec.convert(line["spans"], list[Span])
+                    self.steps[line["step"]] = msgspec.convert(line["intervals"], list[Interval])
         for step in sorted(self.steps)[:-STEPS]:
             del self.steps[step]
         return anew or bool(lines)
 
     @property
-    def spans(self) -> list[Span]:
-        return [span for spans in self.steps.values() for span in spans]
+    def intervals(self) -> list[Interval]:
+        return [interval for intervals in self.steps.values() for interval in intervals]
 
 
 class RunWatch:
@@ -226,14 +227,14 @@ class RunWatch:
             return any(is_locked(store) for store in stores if store.is_dir())
         return False
 
-    def processes_of_spans(self) -> dict[str, list[Span]]:
-        """Return the spans of each process, by its name."""
-        found = {f"worker {rank}": watch.spans for rank, watch in sorted(self.ranks.items())}
-        spans = [span for of_rank in found.values() for span in of_rank]
-        begin = min((span.begin for span in spans), default=0.0)
+    def by_process(self) -> dict[str, list[Interval]]:
+        """Return the intervals of each process, by its name."""
+        found = {f"worker {rank}": watch.intervals for rank, watch in sorted(self.ranks.items())}
+        intervals = [interval for of_rank in found.values() for interval in of_rank]
+        begin = min((interval.begin for interval in intervals), default=0.0)
         for node in self.nodes:
-            found[f"{node.role} {node.address}"] = [s for s in node.spans if s.end > begin]
-        return {name: spans for name, spans in found.items() if spans}
+            found[f"{node.role} {node.address}"] = [s for s in node.intervals if s.end > begin]
+        return {name: intervals for name, intervals in found.items() if intervals}
 
     def memory(self) -> dict[int, dict[str, Any]]:
         """Return the memory of each rank after its last step, by rank."""

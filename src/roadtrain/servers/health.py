@@ -16,13 +16,13 @@ import msgspec
 
 from roadtrain.errors import DeadlineError, PeerError, WireError
 from roadtrain.servers import frames as m
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Interval
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
-ASK_SPANS = b"roadtrain spans"  # the hello of a query for a server's spans
+ASK_INTERVALS = b"roadtrain intervals"  # the hello of a query for a server's intervals
 SWITCH = "switch: "  # prefix of the status of a switch; a status without it is a server's
 Status = m.Status
 
@@ -43,7 +43,7 @@ class Watcher:
         self.answer.put(error)
 
 
-def answer(link: Link, reply: Status | list[Span]) -> Watcher:
+def answer(link: Link, reply: Status | list[Interval]) -> Watcher:
     link.send(0, b"", [memoryview(msgspec.json.encode(reply))])
     return Watcher()
 
@@ -56,7 +56,7 @@ def ask(
     kind: Any = Status,
 ) -> Any:
     """Query the server at `address`. Returns its status, or the error if it does not answer.
-    `kind`: the type of the answer to another `hello`, such as list[Span] to ASK_SPANS."""
+    `kind`: the type of the answer to another `hello`, such as list[Interval] to ASK_INTERVALS."""
     watcher = Watcher()
     handshake_s = min(answer_s, options.handshake_s)
     try:

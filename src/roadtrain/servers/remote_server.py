@@ -56,7 +56,7 @@ class RemoteServer:
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> None:
         """Set the function that receives the server's messages, and report an earlier failure to
-        it. The spans of the link are added to `stages`.
+        it. The intervals of the link are added to `stages`.
         """
         self.deliver, self._stages = deliver, stages
         self._lane = f"link of {stages.lane} to {self.peer}"
@@ -84,7 +84,7 @@ class RemoteServer:
         self._post(kind, header, parts, sent, each=sent is not None)
 
     def _pushed(self, ticket: int, start: float, nbytes: int) -> None:
-        self._stages.span("Push", self._lane, start, nbytes)
+        self._stages.interval("Push", self._lane, start, nbytes)
         self.deliver(messages.BufferFree(ticket))
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
@@ -217,7 +217,7 @@ class RemoteServer:
             del self._pulls[ticket], self._missing[ticket]
             chunks = [chunk for chunk in block.chunks if pull.chunks & bit_of(block, chunk.id)]
             nbytes = sum(chunk.weights_nbytes for chunk in chunks)
-            self._stages.span("Fetch", self._lane, self._asked_at.pop(ticket), nbytes)
+            self._stages.interval("Fetch", self._lane, self._asked_at.pop(ticket), nbytes)
             self.deliver(messages.BlockPulled(ticket))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:

@@ -224,8 +224,8 @@ class SessionHost:
         """Accept a link, after the peer has proved to know the token."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
-        if hello == health.ASK_SPANS:
-            return health.answer(link, self._stages.spans())
+        if hello == health.ASK_INTERVALS:
+            return health.answer(link, self._stages.intervals())
         if hello.startswith(m.WITHOUT):
             rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "not a witness")
             done = self._resume_without(rest)

@@ -342,7 +342,7 @@ class Server:
             self._fail(error)
             return 0
         self._stages.add(stage, (time.perf_counter() - start) / threads, nbytes)
-        self._stages.span(stage, lane, start, nbytes)
+        self._stages.interval(stage, lane, start, nbytes)
         if result is not None:
             self.receive(messages.Done(action, result))
         return nbytes

@@ -136,11 +136,11 @@ class Pipeline:
         if run.what == FORWARD:
             sends = self._forward(step, run, batch)
             self.times.forward += time.perf_counter() - then
-            self.trace.span("Forward", self.trace.lane, then)
+            self.trace.interval("Forward", self.trace.lane, then)
         else:
             sends = self._backward(step, run)
             self.times.backward += time.perf_counter() - then
-            self.trace.span("Backward", self.trace.lane, then)
+            self.trace.interval("Backward", self.trace.lane, then)
         if (transfer := step.machine.transfer(run)) is not None:
             self.links.send(transfer, sends)
         elif (peer := step.machine.consumer(run)) is not None:

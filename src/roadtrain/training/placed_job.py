@@ -18,7 +18,7 @@ import torch
 from roadtrain.config.job import Job
 from roadtrain.environment import WorkerIdentity
 from roadtrain.placement.place import place
-from roadtrain.servers.trace import Span, Stages, as_words
+from roadtrain.servers.trace import Interval, Stages, as_words
 from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
@@ -131,10 +131,10 @@ class PlacedJob:
             return replace(own, tokens=own.tokens * self.group.workers, more=more)
         return replace(own, loss=common.loss, tokens=common.tokens)
 
-    def spans(self) -> list[Span]:
-        """Return the spans since the last call."""
+    def intervals(self) -> list[Interval]:
+        """Return the intervals since the last call."""
         trace: Stages = self.optimizer.session.stages
-        return self.stages.spans(take=True) + trace.spans(take=True)
+        return self.stages.intervals(take=True) + trace.intervals(take=True)
 
     def keep(self, *, now: bool = False) -> None:
         """Record the committed step in mark.json. Call this method after the step's metrics line
@@ -238,8 +238,8 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward without waiting; their spans include it. `other`: the Stages
-    that measure "Wait"."""
+    """Times of Forward and Backward without waiting; their intervals include it. `other`: the
+    Stages that measure "Wait"."""
 
     def __init__(self, lane: str, other: Stages) -> None:
         super().__init__(lane)

@@ -126,13 +126,13 @@ def wear_rows(job: Job, run: RunLines, tbw: float | None) -> list[tuple[str, str
         source = "assumed, set --endurance-tbw" if tbw is None else "as specified"
         rated = ASSUMED_TBW if tbw is None else tbw
         used = f"{written / devices / (rated * 1e12):.4%} of {rated:g} TBW per device ({source})"
-        lasts = show_span(rated * 1e12 * devices / rate)
+        lasts = show_duration(rated * 1e12 * devices / rate)
         out.append(("endurance used", f"{used}, if each directory is its own device"))
         out.append(("endurance lasts", f"{lasts} of training like this"))
     return out
 
 
-def show_span(seconds: float) -> str:
+def show_duration(seconds: float) -> str:
     for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"

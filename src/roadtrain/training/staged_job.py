@@ -21,7 +21,7 @@ from roadtrain.config.job import Job
 from roadtrain.environment import LAUNCH_NAMES, launch_of
 from roadtrain.errors import ConfigError
 from roadtrain.retry import undone_on_error
-from roadtrain.servers.trace import Span, StageTotals, as_words
+from roadtrain.servers.trace import Interval, StageTotals, as_words
 from roadtrain.servers.usage import process_usage
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.parallelize import parallelize
@@ -162,11 +162,11 @@ class StagedJob:
             {"snapshot_every": job.parallelism.snapshot_every},
         )
 
-    def spans(self) -> list[Span]:
-        """Return the spans since the last call."""
+    def intervals(self) -> list[Interval]:
+        """Return the intervals since the last call."""
         lane = f"{self.device} of rank {self.rank}"
-        spans = self.training.pipeline.trace.spans(take=True)
-        return [span._replace(lane=lane) for span in spans]
+        intervals = self.training.pipeline.trace.intervals(take=True)
+        return [interval._replace(lane=lane) for interval in intervals]
 
     def keep(self) -> None:
         if self.training.due() and not self.stopped:

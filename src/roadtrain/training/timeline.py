@@ -1,9 +1,9 @@
-"""The file `timeline.jsonl` of a run directory: the spans of the last steps, for `roadtrain show`.
+"""The file `timeline.jsonl` of a run directory: the last steps, for `roadtrain show`.
 
-A line is {"step": N, "spans": [[stage, lane, begin, end, bytes], ...]}, with times in seconds since
-1970. A thread writes the lines, so that no step waits for the file: if the thread is late, or the
-disk is full, lines are dropped. A file that has grown beyond FILE_BYTES is renamed, so there are at
-most two files. Does not import torch.
+A line is {"step": N, "intervals": [[stage, lane, begin, end, bytes], ...]}, with times in seconds
+since 1970. A thread writes the lines, so that no step waits for the file: if the thread is late,
+or the disk is full, lines are dropped. A file that has grown beyond FILE_BYTES is renamed, so there
+are at most two files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Interval
 
 FILE_BYTES = 4 * 2**20
 QUEUED = 4  # most steps that wait for the thread
@@ -24,10 +24,10 @@ END_S = 5.0  # the longest wait for the thread at the end
 
 
 class TimelineLine(msgspec.Struct):
-    """The spans of a step."""
+    """The intervals of a step."""
 
     step: int
-    spans: list[Span]
+    intervals: list[Interval]
 
 
 def timeline_of(metrics: Path) -> Path:
@@ -48,9 +48,9 @@ class Timeline:
         self._lines: queue.Queue[TimelineLine | None] = queue.Queue(QUEUED)
         self._thread = threading.Thread(target=self._write_all, name="timeline", daemon=True)
 
-    def add(self, step: int, spans: Sequence[Span]) -> None:
+    def add(self, step: int, intervals: Sequence[Interval]) -> None:
         if self._thread.is_alive() and not self._lines.full():
-            self._lines.put_nowait(TimelineLine(step, list(spans)))
+            self._lines.put_nowait(TimelineLine(step, list(intervals)))
 
     def _write_all(self) -> None:
         try:
@@ -61,7 +61,7 @@ class Timeline:
                 if size > FILE_BYTES:
                     self.path.replace(before_of(self.path))
         except OSError as error:
-            self._report(f"{self.path}: no further spans are written: {error.strerror}")
+            self._report(f"{self.path}: no further intervals are written: {error.strerror}")
 
     def __enter__(self) -> Self:
         self._thread.start()

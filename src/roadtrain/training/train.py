@@ -68,7 +68,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 with undone_on_error(run.abandon):  # never commit a step without its line
                     metrics.append(line)
                 show(line)
-                timeline.add(run.steps_done, run.spans())
+                timeline.add(run.steps_done, run.intervals())
                 totals.add(line)
                 run.keep()
     return "", totals

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.json import encode
 
 from roadtrain import cli
 from roadtrain.config.job import load_job
+from roadtrain.servers.trace import Stages
+from roadtrain.training.timeline import TimelineLine
 from roadtrain.training.train import train
 from roadtrain.transport.address import write_token
 from tests.support.browser import (
@@ -344,3 +347,25 @@ def test_the_screenshot_in_the_guide(
     with image.open(SCREENSHOT) as kept:
         alike = kept.width == drawn.width and abs(kept.height - drawn.height) < 150
     assert alike, "the panels have changed: make the screenshot anew"
+
+
+@pytest.mark.alone
+def test_recording_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    path.write_text(path.read_text().replace("hidden_size = 32", "hidden_size = 256"))
+    job = load_job(path, {"data.batch_size": 8})
+    train(job, lambda line: None)
+    lines = [json.loads(x) for x in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(x) for x in (job.run_dir / "timeline.jsonl").read_text().splitlines()]
+    step_s = sorted(line["seconds"] for line in lines)[len(lines) // 2]
+    count = max(len(step["intervals"]) for step in steps)
+    stages, begin = Stages(), time.thread_time()
+    for _ in range(10_000):
+        stages.interval("Read", "disk of server 0", time.perf_counter(), 1)
+    cost_s = (time.thread_time() - begin) / 10_000 * count
+    begin = time.thread_time()
+    for _ in range(100):
+        encode(TimelineLine(1, stages.intervals()[:count]))
+    cost_s += (time.thread_time() - begin) / 100
+    print(f"{count} intervals in a step of {step_s * 1e3:.0f} ms cost {cost_s * 1e3:.2f} ms")
+    assert cost_s < 0.01 * step_s

@@ -9,15 +9,16 @@ import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
 from roadtrain.config.cluster import Host
 from roadtrain.dashboard.watch import RunWatch
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Interval
 from roadtrain.training.metrics import alike
 from roadtrain.training.predicted import RECENT, tables_of
-from roadtrain.training.run_lines import show_span
+from roadtrain.training.run_lines import WRITES, show_duration
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 DISK, LINK = "disk of ", "link of "  # how the names of such lanes begin
@@ -43,32 +44,32 @@ class LaneRate:
     probed: float | None = None
 
 
-def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the seconds in which at least one of the spans lasts."""
+def busy_seconds(intervals: Iterable[Interval]) -> float:
+    """Return the seconds in which at least one of the intervals lasts."""
     total, until = 0.0, -math.inf
-    for span in sorted(spans, key=lambda span: span.begin):
-        total += max(0.0, span.end - max(span.begin, until))
-        until = max(until, span.end)
+    for interval in sorted(intervals, key=lambda interval: interval.begin):
+        total += max(0.0, interval.end - max(interval.begin, until))
+        until = max(until, interval.end)
     return total
 
 
 def lane_rates(run: RunWatch, host: Host | None) -> list[LaneRate]:
     """Return the rates of the disks and links. `host`: the probed rates of this host."""
-    lanes: dict[str, list[Span]] = {}
-    every = [span for spans in run.processes_of_spans().values() for span in spans]
-    for span in every:
-        if span.lane.startswith((DISK, LINK)) and span.nbytes:
-            lanes.setdefault(span.lane, []).append(span)
+    lanes: dict[str, list[Interval]] = {}
+    every = [*chain.from_iterable(run.by_process().values())]
+    for interval in every:
+        if interval.lane.startswith((DISK, LINK)) and interval.nbytes:
+            lanes.setdefault(interval.lane, []).append(interval)
     window = max((s.end for s in every), default=0.0) - min((s.begin for s in every), default=0.0)
     out = []
-    for lane, spans in sorted(lanes.items()):
-        nbytes, busy_s = sum(span.nbytes for span in spans), busy_seconds(spans)
-        probed = None if host is None else probed_rate(lane, spans, host)
+    for lane, intervals in sorted(lanes.items()):
+        nbytes, busy_s = sum(interval.nbytes for interval in intervals), busy_seconds(intervals)
+        probed = None if host is None else probed_rate(lane, intervals, host)
         out.append(LaneRate(lane, nbytes / window, nbytes / busy_s, busy_s, probed))
     return out
 
 
-def probed_rate(lane: str, spans: Sequence[Span], host: Host) -> float | None:
+def probed_rate(lane: str, intervals: Sequence[Interval], host: Host) -> float | None:
     """Return the probed rate of a disk, for its mix of reads and writes, or of a link; None if the
     cluster file does not have it."""
     if lane.startswith(LINK):
@@ -83,8 +84,8 @@ def probed_rate(lane: str, spans: Sequence[Span], host: Host) -> float | None:
         ssd = host.ssds[0]
     else:
         return None
-    written = sum(span.nbytes for span in spans if span.stage in ("Write", "Commit"))
-    read = sum(span.nbytes for span in spans) - written
+    written = sum(work.nbytes for work in intervals if work.stage in WRITES)
+    read = sum(interval.nbytes for interval in intervals) - written
     return (read + written) / (read / ssd.read + written / ssd.write) * ssd.mixed
 
 
@@ -121,7 +122,7 @@ def alerts(run: RunWatch, rates: Sequence[LaneRate]) -> list[str]:
             if process.state != "running"
         ]
     if state == "stalled":
-        quiet, usual = show_span(run.quiet_s), show_seconds(run.lines.step_s)
+        quiet, usual = show_duration(run.quiet_s), show_seconds(run.lines.step_s)
         out.insert(0, f"stalled: no new step for {quiet}, a step takes {usual}")
     return out
 

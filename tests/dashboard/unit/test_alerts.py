@@ -17,11 +17,11 @@ import pytest
 from roadtrain import cli
 from roadtrain.config.cluster import Host
 from roadtrain.dashboard import tables
-from roadtrain.dashboard.findings import LaneRate, alerts, busy_seconds, lane_rates, limit_line
+from roadtrain.dashboard.alerts import LaneRate, alerts, busy_seconds, lane_rates, limit_line
 from roadtrain.dashboard.watch import NodeWatch, RunWatch
 from roadtrain.errors import ConfigError
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
-from roadtrain.servers.trace import Span
+from roadtrain.servers.trace import Interval
 from tests.support.large_run import write_large_run
 
 JOB = """
@@ -148,12 +148,12 @@ def test_a_launched_run_is_found_by_its_name(
 
 
 def test_rates_are_compared_with_those_of_the_probe() -> None:
-    spans = [
-        Span("Read", "x", 0.0, 2.0, 3),
-        Span("Write", "x", 1.0, 3.0, 3),
-        Span("Read", "x", 5, 6),
+    intervals = [
+        Interval("Read", "x", 0.0, 2.0, 3),
+        Interval("Write", "x", 1.0, 3.0, 3),
+        Interval("Read", "x", 5, 6),
     ]
-    assert busy_seconds(spans) == 4.0
+    assert busy_seconds(intervals) == 4.0
     run = RunWatch.__new__(RunWatch)
     run.name, run.ranks, run.nodes = "r", {}, []
     lanes = ("disk of server 0 (/mnt/a/run)", "disk of server 1 (/mnt/b/run)", "worker 0")
@@ -161,9 +161,9 @@ def test_rates_are_compared_with_those_of_the_probe() -> None:
         "link of worker 0 to server 0 (10.0.0.1:7000)",
         "link of worker 0 to server 1 (127.0.0.1:7)",
     )
-    own = [Span("Read", lane, 0.0, 1.0, 10**9) for lane in (*lanes, *links)]
-    own += [Span("Write", lanes[1], 0.0, 1.0, 10**9), Span("Wait", "worker 0", 0.0, 4.0)]
-    run.processes_of_spans = lambda: {"worker 0": own}  # type: ignore[method-assign]
+    own = [Interval("Read", lane, 0.0, 1.0, 10**9) for lane in (*lanes, *links)]
+    own += [Interval("Write", lanes[1], 0.0, 1.0, 10**9), Interval("Wait", "worker 0", 0.0, 4.0)]
+    run.by_process = lambda: {"worker 0": own}  # type: ignore[method-assign]
     ssds = [
         {"read": "4GB/s", "write": "2GB/s", "directories": ["/mnt/a"]},
         {"read": "4GB/s", "write": "2GB/s", "mixed": 1.5, "directories": ["/mnt/b"]},
