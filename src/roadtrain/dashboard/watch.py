@@ -103,13 +103,15 @@ class RankWatch:
             self.lines = RunLines()
         for line in lines:
             self.lines.add(line)
-        for timeline in self._timelines:
-            for line in timeline.read()[1]:
-                with suppress(msgspec.ValidationError, KeyError):
-                    self.steps[line["step"]] = msgspec.convert(line["intervals"], list[Interval])
+        drawn = [line for timeline in self._timelines for line in timeline.read()[1]]
+        for line in drawn:
+            with suppress(msgspec.ValidationError, KeyError):
+                step, own = line["step"], msgspec.convert(line["intervals"], list[Interval])
+                earlier = [item for item in self.steps.items() if item[0] < step]
+                self.steps = dict([*earlier, (step, own)])  # a restarted run repeats steps
         for step in sorted(self.steps)[:-STEPS]:
             del self.steps[step]
-        return anew or bool(lines)
+        return anew or bool(lines or drawn)
 
     @property
     def intervals(self) -> list[Interval]:

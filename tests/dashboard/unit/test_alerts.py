@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.json import encode
 
 from roadtrain import cli
 from roadtrain.config.cluster import Host
@@ -22,6 +23,7 @@ from roadtrain.dashboard.watch import NodeWatch, RunWatch
 from roadtrain.errors import ConfigError
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
 from roadtrain.servers.trace import Interval
+from roadtrain.training.timeline import TimelineLine
 from tests.support.large_run import write_large_run
 
 JOB = """
@@ -215,6 +217,16 @@ def test_lines_that_were_dropped_are_forgotten(directory: Path) -> None:
     run.refresh()
     assert [*run.lines.curves["step"]][-2:] == [60.0, 53.0]
     assert len(run.lines.curves["step"]) == 61
+
+
+def test_the_timeline_of_a_run_that_repeats_steps(directory: Path) -> None:
+    run = RunWatch(str(directory))
+    assert [*run.ranks[0].steps] == [*range(53, 61)]
+    again = TimelineLine(58, [Interval("Read", "disk of server 0", 5.0, 6.0, 7)])
+    with open(directory / "timeline.jsonl", "ab") as file:
+        file.write(encode(again) + b"\n")
+    run.refresh()
+    assert [*run.ranks[0].steps] == [*range(53, 59)] and run.ranks[0].steps[58] == again.intervals
 
 
 @pytest.mark.parametrize(
