@@ -23,6 +23,7 @@ from roadtrain.units import show_bytes, show_rate, show_seconds
 
 DISK, LINK = "disk of ", "link of "  # how the names of such lanes begin
 SLOW_DISK = 0.5  # a disk is slow below this fraction of the other disks, or of its probed rate
+LEAST_S = 1e-6  # no interval is shorter
 BUSY_S = 0.05  # a rate counts if a lane was busy for so long
 FULL = 0.02  # a disk is full soon if less than this fraction is free
 COMPARED = 10_000  # the best mean loss is that of the last so many steps
@@ -65,7 +66,8 @@ def lane_rates(run: RunWatch, host: Host | None) -> list[LaneRate]:
     for lane, intervals in sorted(lanes.items()):
         nbytes, busy_s = sum(interval.nbytes for interval in intervals), busy_seconds(intervals)
         probed = None if host is None else probed_rate(lane, intervals, host)
-        out.append(LaneRate(lane, nbytes / window, nbytes / busy_s, busy_s, probed))
+        mean, busy = nbytes / max(window, LEAST_S), nbytes / max(busy_s, LEAST_S)
+        out.append(LaneRate(lane, mean, busy, busy_s, probed))
     return out
 
 
@@ -86,7 +88,8 @@ def probed_rate(lane: str, intervals: Sequence[Interval], host: Host) -> float |
         return None
     written = sum(work.nbytes for work in intervals if work.stage in WRITES)
     read = sum(interval.nbytes for interval in intervals) - written
-    return (read + written) / (read / ssd.read + written / ssd.write) * ssd.mixed
+    mixed = ssd.mixed if read and written else 1.0
+    return (read + written) / (read / ssd.read + written / ssd.write) * mixed
 
 
 def limit_line(run: RunWatch) -> str:

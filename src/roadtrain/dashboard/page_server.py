@@ -43,8 +43,8 @@ Settings = tuple[Host | None, float | None, str]  # the probed host, endurance i
 
 
 def trace(runs: Sequence[RunWatch]) -> dict[str, Any]:
-    """Return the last steps of the runs in the format of Chrome. Spans of a lane that overlap are
-    shown in rows of their own."""
+    """Return the last steps of the runs in the format of Chrome. Intervals of a lane that
+    overlap are shown in rows of their own."""
     slices = []
     for run in runs:
         for process, intervals in run.by_process().items():

@@ -167,7 +167,7 @@ def test_rates_are_compared_with_those_of_the_probe() -> None:
     own += [Interval("Write", lanes[1], 0.0, 1.0, 10**9), Interval("Wait", "worker 0", 0.0, 4.0)]
     run.by_process = lambda: {"worker 0": own}  # type: ignore[method-assign]
     ssds = [
-        {"read": "4GB/s", "write": "2GB/s", "directories": ["/mnt/a"]},
+        {"read": "4GB/s", "write": "2GB/s", "mixed": 2, "directories": ["/mnt/a"]},
         {"read": "4GB/s", "write": "2GB/s", "mixed": 1.5, "directories": ["/mnt/b"]},
     ]
     tree = {"name": "h", "memory": "1GiB", "ssds": ssds, "nics": [{"rate": "10Gbit/s"}]}
