@@ -52,7 +52,8 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
     "roadtrain.place": (),
     "roadtrain.PlacedOptimizer": (
         *("step", "zero_grad", "track", "flush", "close", "committed_step"),
-        *("state_dict", "load_state_dict", "read", "params", "grad_norm", "stages", "memory"),
+        *("state_dict", "load_state_dict", "read", "params"),
+        *("metrics", "grad_norm", "stages", "memory"),
     ),
     "roadtrain.Files": (),
     "roadtrain.Memory": (),

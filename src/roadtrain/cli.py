@@ -74,6 +74,7 @@ COMMAND_GROUPS: Mapping[str, Mapping[str, Command]] = {
     },
     "look": {
         "status": Command("roadtrain.launch.status_command:command", ("RUN",)),
+        "show": Command("roadtrain.dashboard.show:command", ("RUN,...",)),
     },
     "plan": {
         "probe": Command("roadtrain.planner.probe:command"),

@@ -430,7 +430,8 @@ def types_of(value: Any) -> Any:
     """Keys of a line of metrics with the types of their values, limited to stages that all lines
     have."""
     if isinstance(value, dict):
-        return {key: types_of(entry) for key, entry in value.items() if key not in SOMETIMES}
+        left_out = SOMETIMES | {"memory", "committed"}  # lines of the kept runs lack these two
+        return {key: types_of(entry) for key, entry in value.items() if key not in left_out}
     return type(value).__name__
 
 

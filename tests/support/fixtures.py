@@ -18,6 +18,11 @@ settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
 
+def pytest_addoption(parser):
+    about = "make the screenshots in docs/ anew"
+    parser.addoption("--screenshots", action="store_true", help=about)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def freeze_what_is_loaded():
     """Exclude modules and tests, which live until the end, from garbage collection: each full

@@ -94,7 +94,7 @@ class HostReport(msgspec.Struct, frozen=True):
 
 def report_host(query: HostQuery) -> HostReport:
     """Return a report on this host, with the paths and ports of the query."""
-    mark = _mark(Path(query.directory))
+    mark = mark_record(Path(query.directory))
     absent = [pattern for pattern in query.globs if not _has_text(pattern)]
     return HostReport(
         Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -168,7 +168,7 @@ def report_store(path: str) -> StoreReport:
     at = report_path(path)
     if at.rest or at.refused:
         return StoreReport(at)
-    locked = _is_locked(Path(path))
+    locked = is_locked(Path(path))
     try:
         now = current(Path(path))
         if now is None or now.step < 0:
@@ -180,7 +180,7 @@ def report_store(path: str) -> StoreReport:
     return StoreReport(at, locked, meta.job, now.step, elements)
 
 
-def _is_locked(directory: Path) -> bool:
+def is_locked(directory: Path) -> bool:
     """Return True if another process has the store open."""
     lock = directory / "lock"  # used on file systems that cannot lock directories
     for path in (directory, lock) if lock.exists() else (directory,):
@@ -196,7 +196,7 @@ def _is_locked(directory: Path) -> bool:
     return False
 
 
-def _mark(directory: Path) -> MarkRecord:
+def mark_record(directory: Path) -> MarkRecord:
     """Return the content of mark.json in the run's directory, or an empty MarkRecord if the file is
     absent or damaged."""
     try:

@@ -11,6 +11,7 @@ import _thread
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import sys
 import threading
@@ -29,6 +30,7 @@ from roadtrain.placement.session_plan import Request, SessionPlan
 from roadtrain.placement.state_dicts import ModelStates
 from roadtrain.placement.stored_optimizer import StoredOptimizer
 from roadtrain.servers.session import JobSession
+from roadtrain.servers.trace import as_words, flat_numbers
 from roadtrain.servers.worker import Gradient
 from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.grads import PlacedGrad
@@ -211,6 +213,37 @@ class PlacedOptimizer(StoredOptimizer):
         """
         assert self._stream is not None
         return super().memory() | {"activations": self._stream.activations.peak_bytes}
+
+    def metrics(self, flat: bool = False) -> dict[str, Any]:
+        """Return measurements of the last step, in the words of a line of metrics.jsonl.
+
+        Call this method once per step, after `step()`. It waits until the servers have summed the
+        gradient, unless updates are delayed.
+
+        Args:
+            flat: Return only numbers, under names such as "stages/Fetch/seconds", as trackers want
+                them.
+
+        Returns:
+            A dict with "step"; "committed", the last step that survives a crash; "grad_norm", None
+            if it is not finite or updates are delayed; "stages", the seconds and bytes of each
+            stage since the last call; "memory", the bytes in use and the budget, or None, of
+            "host", "process", "device" (on an accelerator) and "disk" (with a store on files); and
+            "lossy", the options that make training lossy or late, if there are any.
+        """
+        assert self._stream is not None
+        stages = as_words(self.stages())
+        norm = math.nan if self.request.delay else self.grad_norm()
+        line = {
+            "step": self.steps_done,
+            "committed": self.committed_step,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "stages": stages,
+            "memory": self.session.usage(self._stream.activations.peak_bytes),
+        }
+        lossy = self.request.lossy
+        line |= {"lossy": lossy} if lossy else {}
+        return flat_numbers(line) if flat else line
 
     # torch.optim.Optimizer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -98,6 +99,20 @@ class Request:
         paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
         links = [(address, self.group.rank) for address in servers.resolved] if servers else []
         return {*map(os.path.realpath, paths), *links}
+
+    @property
+    def lossy(self) -> dict[str, Any]:
+        """The options that make training lossy or delay updates, by their names in
+        metrics.jsonl."""
+        out: dict[str, Any] = {}
+        if self.delay is not None:
+            out["staleness"] = "none" if self.delay.steps is None else self.delay.steps
+        if self.downcast:
+            out["downcast"] = self.downcast
+        if self.top_k is not None:
+            out |= {"keep": self.top_k.keep, "error_feedback": self.error_feedback}
+        words = self.servers.route.lossy(self.group) if self.servers else ""
+        return out | ({"fan_in": words} if words else {})
 
     def say_lossy(self) -> None:
         """Report each option that makes training lossy or delays updates."""

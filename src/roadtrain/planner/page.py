@@ -10,24 +10,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from roadtrain.planner.look import OTHER_COLOR, STAGE_COLORS, style_sheet
 from roadtrain.simulator.engine import Task
 from roadtrain.simulator.run import Result
 from roadtrain.units import show_bytes, show_seconds
 
 MOST_BARS = 4000  # most bars of a timeline; if there are more, only the longest are drawn
-COLORS = {
-    "Forward": "#4c78a8",
-    "Backward": "#1f4e79",
-    "Fetch": "#59a14f",
-    "Push": "#e15759",
-    "Update": "#b07aa1",
-    "Read": "#76b7b2",
-    "Write": "#f28e2b",
-    "Wait": "#bab0ac",
-    "Activations": "#edc948",
-    "Commit": "#9c755f",
-}
-OTHER_COLOR = "#888"
 
 
 @dataclass(frozen=True)
@@ -85,6 +73,7 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
             busy.append(Bar(share, f"{share:.0%}", name))
     return templates.get_template("page.html.j2").render(
         title=title,
+        style=style_sheet(),
         report=report,
         step=[] if traced is None else timeline(traced.trace, traced.seconds),
         memory=memory,
@@ -100,7 +89,7 @@ def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
     begin = end - seconds
     tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]
     rows = {
-        (where, stage): TimelineRow(f"{where} {stage}", COLORS.get(stage, OTHER_COLOR))
+        (where, stage): TimelineRow(f"{where} {stage}", STAGE_COLORS.get(stage, OTHER_COLOR))
         for where, stage in sorted({(task.where, task.stage) for task in tasks})
     }
     for task in sorted(tasks, key=lambda task: task.begin - task.end)[:MOST_BARS]:

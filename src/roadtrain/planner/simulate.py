@@ -22,6 +22,7 @@ from roadtrain.config.models import ModelShape, from_config, named_shape
 from roadtrain.config.plan_file import Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
+from roadtrain.planner.trace_events import trace_events
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
@@ -293,33 +294,13 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Return the trace of a result for Perfetto, with times in microseconds. Each pipeline stage or
-    server is shown as a process, each kind of work as a thread, and each memory as a counter."""
-    events: list[dict[str, Any]] = []
-    pids: dict[str, int] = {}
-    tids: dict[tuple[str, str], int] = {}
-    for task in result.trace:
-        if task.end <= task.begin:
-            continue
-        pid = pids.setdefault(task.where, len(pids) + 1)
-        tid = tids.setdefault((task.where, task.stage), len(tids) + 1)
-        at = {"ts": task.begin * 1e6, "dur": (task.end - task.begin) * 1e6}
-        named = {"ph": "X", "name": task.stage, "pid": pid, "tid": tid}
-        events.append({**named, **at, "args": {"work": task.work}})
-    events += [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": where or "all"}}
-        for where, pid in pids.items()
-    ]
-    events += [
-        {"ph": "M", "name": "thread_name", "pid": pids[where], "tid": tid, "args": {"name": stage}}
-        for (where, stage), tid in tids.items()
-    ]
-    for pool, changes in result.timeline.items():
-        events += [
-            {"ph": "C", "name": pool, "pid": 0, "ts": at * 1e6, "args": {"bytes": held}}
-            for at, held in changes
-        ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    """Return the trace of a result for Perfetto. Each pipeline stage or server is shown as a
+    process, each kind of work as a thread, and each memory as a counter."""
+    slices = (
+        (task.where, task.stage, task.stage, task.begin, task.end, {"work": task.work})
+        for task in result.trace
+    )
+    return trace_events(slices, result.timeline)
 
 
 def command(

@@ -17,11 +17,13 @@ import msgspec
 
 from roadtrain.errors import DeadlineError, PeerError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.servers.trace import Interval
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
+ASK_INTERVALS = b"roadtrain intervals"  # the hello of a query for a server's intervals
 SWITCH = "switch: "  # prefix of the status of a switch; a status without it is a server's
 Status = m.Status
 
@@ -42,34 +44,50 @@ class Watcher:
         self.answer.put(error)
 
 
-def answer(link: Link, status: Status) -> Watcher:
-    link.send(0, repr(time.time()).encode(), [memoryview(msgspec.json.encode(status))])
+def answer(link: Link, reply: Status | list[Interval]) -> Watcher:
+    link.send(0, repr(time.time()).encode(), [memoryview(msgspec.json.encode(reply))])
     return Watcher()
 
 
-def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
-    """Query the server at `address`. Returns its status, or the error if it does not answer."""
-    return ask_with_clock(address, options, hello)[0]
+def ask(
+    address: Address,
+    options: TcpOptions,
+    hello: bytes = HELLO,
+    answer_s: float = ANSWER_S,
+    kind: Any = Status,
+) -> Any:
+    """Query the server at `address`. Returns its status, or the error if it does not answer.
+    `kind`: the type of the answer to another `hello`, such as list[Interval] to ASK_INTERVALS."""
+    return ask_with_clock(address, options, hello, answer_s, kind)[0]
 
 
 def ask_with_clock(
-    address: Address, options: TcpOptions, hello: bytes = HELLO
-) -> tuple[Status | PeerError, float | None]:
-    """Query the server at `address`. Returns its status or an error, and the seconds by which its
+    address: Address,
+    options: TcpOptions,
+    hello: bytes = HELLO,
+    answer_s: float = ANSWER_S,
+    kind: Any = Status,
+) -> tuple[Any, float | None]:
+    """Query the server at `address`. Returns its answer or an error, and the seconds by which its
     clock is ahead of this host's, less the time that the answer travelled; None if unknown."""
     watcher = Watcher()
+    handshake_s = min(answer_s, options.handshake_s)
     try:
-        once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
+        once = replace(
+            options, connections=1, retry_s=0.0, connect_s=answer_s, handshake_s=handshake_s
+        )
         link = connect(address, watcher, once, hello=hello, language=m.LANGUAGE)
-        reply = watcher.answer.get(timeout=ANSWER_S)
-        link.close()
+        try:
+            reply = watcher.answer.get(timeout=answer_s)
+        finally:
+            link.close()
         if isinstance(reply, PeerError):
             return reply, None
-        clock, status, now = reply
+        clock, body, now = reply
         ahead_s = float(clock) - now if clock else None
-        return msgspec.json.decode(status, type=Status), ahead_s
+        return msgspec.json.decode(body, type=kind), ahead_s
     except queue.Empty:
-        return DeadlineError(f"no answer for {ANSWER_S:.0f} s"), None
+        return DeadlineError(f"no answer for {answer_s:.0f} s"), None
     except (msgspec.DecodeError, ValueError) as error:
         return WireError(f"the answer is not a status: {error}"), None
     except PeerError as error:

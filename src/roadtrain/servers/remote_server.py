@@ -20,6 +20,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers.connection import NO_ANSWER, SLOW
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.blocks import bit_of, destination
+from roadtrain.servers.trace import Stages
 from roadtrain.storage.ledger import unpack
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes
@@ -40,6 +41,8 @@ class RemoteServer:
         self.deliver: Callable[[Any], None] = lambda message: None  # set by `connect`
         self._pulls: dict[int, messages.BlockPull] = {}  # by ticket
         self._missing: dict[int, int] = {}  # ticket -> chunks of the pull that have not arrived
+        self._asked_at: dict[int, float] = {}  # ticket -> when the pull was sent
+        self._stages, self._lane = Stages(), ""
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         # the operation in progress at the server, how much of it is done, and its total
         self.progress: tuple[str, int, int] = "", 0, 0
@@ -51,25 +54,38 @@ class RemoteServer:
         self._reported = False  # whether the server has reported a failure, or the link is lost
         self.link_lost = False  # whether the link was lost without a report of the server
 
-    def connect(self, deliver: Callable[[Any], None]) -> None:
+    def connect(self, deliver: Callable[[Any], None], stages: Stages) -> None:
         """Set the function that receives the server's messages, and report an earlier failure to
-        it.
+        it. The intervals of the link are added to `stages`.
         """
-        self.deliver = deliver
+        self.deliver, self._stages = deliver, stages
+        self._lane = f"link of {stages.lane} to {self.peer}"
         if self._error is not None:
             deliver(messages.Failed(self.number, self._error))
 
     def send(self, message: Any) -> None:
         sent: Callable[[], None] | None = None
+        kind, header, payload = m.frame(message, self._table)
+        parts = list(payload)
         match message:
             case messages.BlockPull():
                 self._pulls[message.ticket] = message
                 self._missing[message.ticket] = message.chunks
+                self._asked_at[message.ticket] = time.perf_counter()
             case messages.BlockPush(update=update):
                 if update is not None:
                     self._post(*m.update_frame(update, with_push=True))
-                sent = partial(self.deliver, messages.BufferFree(message.ticket))
-        self._post(*m.frame(message, self._table), sent, each=sent is not None)
+                sent = partial(
+                    self._pushed,
+                    message.ticket,
+                    time.perf_counter(),
+                    sum(part.nbytes for part in parts),
+                )
+        self._post(kind, header, parts, sent, each=sent is not None)
+
+    def _pushed(self, ticket: int, start: float, nbytes: int) -> None:
+        self._stages.interval("Push", self._lane, start, nbytes)
+        self.deliver(messages.BufferFree(ticket))
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         self._post(kind, m.encode(fields), [memoryview(payload)])
@@ -199,6 +215,9 @@ class RemoteServer:
         self._missing[ticket] &= ~bit_of(block, chunk.id)
         if not self._missing[ticket]:
             del self._pulls[ticket], self._missing[ticket]
+            chunks = [chunk for chunk in block.chunks if pull.chunks & bit_of(block, chunk.id)]
+            nbytes = sum(chunk.weights_nbytes for chunk in chunks)
+            self._stages.interval("Fetch", self._lane, self._asked_at.pop(ticket), nbytes)
             self.deliver(messages.BlockPulled(ticket))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:

@@ -138,7 +138,7 @@ class RemoteServers:
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, RemoteServer]:
         for server in self.servers.values():
-            server.connect(deliver)
+            server.connect(deliver, stages)
         return self.servers
 
     def _beat(self) -> None:

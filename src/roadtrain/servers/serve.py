@@ -24,6 +24,7 @@ from roadtrain.servers.connection import MOST_WORKERS
 from roadtrain.servers.hosted_store import HostedStore
 from roadtrain.servers.routes import RouteEnd
 from roadtrain.servers.server_session import ServerSession
+from roadtrain.servers.trace import Stages
 from roadtrain.storage.direct import check_directory
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.link import Link, Receiver
@@ -211,6 +212,7 @@ class SessionHost:
         # the end of the workers' route, which accepts the workers of `session`; None if direct
         self.front: RouteEnd | None = None
         self._options = options
+        self._stages = Stages()  # of this session, or of the last one
         self._ended: queue.SimpleQueue[tuple[ServerSession, BaseException] | None] = (
             queue.SimpleQueue()
         )
@@ -222,6 +224,8 @@ class SessionHost:
         """Accept a link, after the peer has proved to know the token."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
+        if hello == health.ASK_INTERVALS:
+            return health.answer(link, self._stages.intervals())
         if hello.startswith(m.WITHOUT):
             rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "not a witness")
             done = self._resume_without(rest)
@@ -233,6 +237,7 @@ class SessionHost:
             session = self.session
             if session is None:
                 session = self.session = ServerSession(greeting, self)
+                self._stages = session.stages
             elif self.front is not None:
                 name = self.front.name
                 raise self._other_route(greeting, name, "worker {} has no {}, but others have one")
@@ -254,6 +259,7 @@ class SessionHost:
             if self.session is None:
                 self.front = end_class(greeting, self, self._options)
                 self.session = self.front.server
+                self._stages = self.session.stages
             elif not isinstance(self.front, end_class):
                 raise self._other_route(hello, name, "worker {} has a {}, but the others have none")
             elif not self.front.is_of(hello):

@@ -331,7 +331,7 @@ class Server:
             self._device.push(priority, order, (stage, action, job))
             self._device_ready.notify()
 
-    def _work(self, stage: str, action: Any, job: Job, threads: int = 1) -> int:
+    def _work(self, lane: str, stage: str, action: Any, job: Job, threads: int = 1) -> int:
         """Run and time `job`, and report `action` as done. Returns the number of bytes moved. The
         time of a stage is divided by the number of `threads` that share its work.
         """
@@ -342,6 +342,7 @@ class Server:
             self._fail(error)
             return 0
         self._stages.add(stage, (time.perf_counter() - start) / threads, nbytes)
+        self._stages.interval(stage, lane, start, nbytes)
         if result is not None:
             self.receive(messages.Done(action, result))
         return nbytes
@@ -349,7 +350,7 @@ class Server:
     def _compute(self) -> None:
         while (work := self._kernels.get()[2]) is not None and not self._stopping:
             stage, action, job = work
-            self._work(stage, action, job, self.config.kernels)
+            self._work(self.peer, stage, action, job, self.config.kernels)
             del work, action, job  # they may refer to memory of a worker
 
     def _io(self) -> None:
@@ -362,7 +363,7 @@ class Server:
                 if self._device.at_work == 1:
                     self._began = time.perf_counter()
             priority, work = item
-            nbytes = self._work(*work)
+            nbytes = self._work(f"disk of {self.peer}", *work)
             del item, work
             with self._device_ready:
                 self._moved += nbytes if priority != READ_PARAMETERS else 0

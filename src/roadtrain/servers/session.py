@@ -22,6 +22,7 @@ from roadtrain.servers.remote_servers import RemoteServers
 from roadtrain.servers.residuals import Residuals, residual_block_of
 from roadtrain.servers.store_plan import fill_record
 from roadtrain.servers.trace import Stages
+from roadtrain.servers.usage import Usage, disk_usage, process_usage
 from roadtrain.servers.worker import Worker
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.storage.meta import StoreMeta
@@ -51,10 +52,10 @@ class JobSession:
         residuals: Residuals | None = None,
         report: Callable[[str], None] = print,
     ) -> None:
-        self.servers, self.stages = servers, Stages()
+        self.servers, self.stages = servers, Stages(f"worker {servers.group.rank}")
         self.store_plan, self.group, self.step = servers.store_plan, servers.group, servers.step
         self.new = servers.new  # whether this worker must fill a new store
-        self._own = None
+        self._own, self._host_bytes = None, budgets.host_bytes
         with undone_on_error(servers.abort):
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
             # ids of the previous session and of this session of this worker's residuals
@@ -189,6 +190,22 @@ class JobSession:
         """Return the size in bytes of the buffers of the worker and the servers of this process."""
         own = 0 if self._own is None else self._own.nbytes()
         return self.worker.nbytes() + self.servers.nbytes() + own
+
+    def usage(self, kept_nbytes: int = 0) -> dict[str, Usage]:
+        """Return the bytes in use and the budget of "host", "process", "device" (on an accelerator)
+        and "disk" (with a store on files of this host).
+
+        `kept_nbytes`: bytes of host memory in use that the session does not know.
+        """
+        out = {"host": Usage(bytes=self.nbytes() + kept_nbytes, budget=self._host_bytes)}
+        if (buffers := self.worker.buffers.on_device) is not None:
+            device = buffers.accelerator
+            out["device"] = Usage(bytes=device.held, budget=sum(device.budgets))
+        out["process"] = process_usage()
+        tiers = [] if self.servers.store is None else [*self.servers.store.tiers]
+        if self._own is not None and self._own.tier is not None:
+            tiers.append(self._own.tier)
+        return out | ({"disk": disk_usage(tiers)} if tiers else {})
 
     def close(self) -> None:
         """Close everything. Raises DeadlineError if threads of a server do not end in time."""

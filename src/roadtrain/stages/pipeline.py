@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from roadtrain.servers.trace import Stages
 from roadtrain.stages.links import Channel, StageLinks
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
@@ -59,7 +60,7 @@ class Pipeline:
         self, shape: PipelineShape, parts: Sequence[StagePart], links: StageLinks, seed: int = 0
     ) -> None:
         self.shape, self.parts, self.links, self.seed = shape, list(parts), links, seed
-        self.times = StepTimes()
+        self.times, self.trace = StepTimes(), Stages()
 
     def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
         """Run this rank's micro-batches of step `number` forward and backward, which adds gradients
@@ -78,7 +79,8 @@ class Pipeline:
             for run in self._runs(step):
                 self._run(step, run, batch)
                 self._post(step)
-            self.links.flush()
+            with self.trace.timed("Wait"):
+                self.links.flush()
         except BaseException:
             for part in self.parts:
                 part.drop()
@@ -122,7 +124,8 @@ class Pipeline:
         while not machine.finished:
             if not ready:
                 run = machine.order[machine.at]
-                self.links.wait(step.posted.pop((run.what, run.part, run.micro)))
+                with self.trace.timed("Wait"):
+                    self.links.wait(step.posted.pop((run.what, run.part, run.micro)))
                 ready = machine.arrived(run.what, run.micro, run.part)
             (run,) = ready
             yield run
@@ -133,9 +136,11 @@ class Pipeline:
         if run.what == FORWARD:
             sends = self._forward(step, run, batch)
             self.times.forward += time.perf_counter() - then
+            self.trace.interval("Forward", self.trace.lane, then)
         else:
             sends = self._backward(step, run)
             self.times.backward += time.perf_counter() - then
+            self.trace.interval("Backward", self.trace.lane, then)
         if (transfer := step.machine.transfer(run)) is not None:
             self.links.send(transfer, sends)
         elif (peer := step.machine.consumer(run)) is not None:

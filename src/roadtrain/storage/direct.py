@@ -231,6 +231,10 @@ class DirectFile:
     def nbytes(self) -> int:
         return os.fstat(self.fd).st_size
 
+    @property
+    def disk_nbytes(self) -> int:
+        return os.fstat(self.fd).st_blocks * 512
+
     def read(self, into: memoryview, offset: int, what: str) -> None:
         view = self._on_page(into)
         self._transfer(os.preadv, view, offset, f"reading {what}")

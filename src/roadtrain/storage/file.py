@@ -131,6 +131,12 @@ class FileTier:
         return self.ledger.entry.blob
 
     @property
+    def disk_nbytes(self) -> int:
+        """The bytes that the files occupy on disk."""
+        spill = [self._spill] if self._spill else []
+        return sum(file.disk_nbytes for file in (*self._slots, *spill, *self.ledger._files))
+
+    @property
     def note(self) -> str:
         lines = [*self.events, *(f.note for f in self._slots if f.note), *self.ledger.dropped]
         return "; ".join(dict.fromkeys(lines))

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
@@ -139,25 +139,32 @@ def sessions_in(path: Path) -> dict[int, str]:
 
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
     """Return the lines, among the last `many`, that have the same plan as the last line."""
-    lines = read_metrics(path)[-many:]
+    return alike(read_metrics(path)[-many:])
+
+
+def alike(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of the lines that have the same plan as the last line."""
     return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
 
 
 def committed_by(path: Path) -> int:
-    """Return the latest step that is certainly committed according to the file; -1 for none.
+    """Return the latest step that is certainly committed according to the file; -1 for none."""
+    lines = read_metrics(path)
+    return committed_at(lines[-1]) if lines else -1
+
+
+def committed_at(line: Mapping[str, Any]) -> int:
+    """Return the latest step that is certainly committed according to the file's last line.
 
     A worker writes the line of step N once step N - k is committed, where k is the larger of 2 and
     the staleness. In a job with stages, each snapshot is committed before the next step's line is
     written.
     """
-    lines = read_metrics(path)
-    if not lines:
-        return -1
-    if every := lines[-1].get("snapshot_every", 0):
-        return (int(lines[-1]["step"]) - 1) // int(every) * int(every) or -1
-    staleness = lines[-1].get("lossy", {}).get("staleness", 0)
+    if every := line.get("snapshot_every", 0):
+        return (int(line["step"]) - 1) // int(every) * int(every) or -1
+    staleness = line.get("lossy", {}).get("staleness", 0)
     open_steps = _UNCOMMITTED_AT_MOST if staleness == "none" else max(2, staleness)
-    return max(0, int(lines[-1]["step"]) - open_steps)
+    return max(0, int(line["step"]) - open_steps)
 
 
 def missed_steps(path: Path, done: int) -> bool:

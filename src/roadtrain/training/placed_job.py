@@ -18,7 +18,7 @@ import torch
 from roadtrain.config.job import Job
 from roadtrain.environment import WorkerIdentity
 from roadtrain.placement.place import place
-from roadtrain.servers.trace import Stages
+from roadtrain.servers.trace import Interval, Stages, as_words
 from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
@@ -94,7 +94,7 @@ class PlacedJob:
     def step(self, stop: Stop) -> StepRecord:
         """Train the next step."""
         optimizer, words, late = self.optimizer, self.words, self.job.optimizer.delay
-        norm = math.nan
+        norm: float | None = None
 
         def before(loss: float) -> None:
             nonlocal norm
@@ -104,21 +104,20 @@ class PlacedJob:
                 words.send(loss, tokens_of(self.job), stop.why())
 
         loss, lr = step(self, self.steps_done, before)
-        if not late:
-            norm = optimizer.grad_norm()
         common = words.receive(self.steps_done) if words else None
         self.stopped = (stop.why() or common.why) if common is not None and common.why else ""
-        stages = self.stages.take() | optimizer.stages()
+        measured = optimizer.metrics()
+        measured["stages"] = as_words(self.stages.take()) | measured["stages"]
+        if norm is not None and math.isfinite(norm):
+            measured["grad_norm"] = norm
         witness = Witness.of(optimizer.session.servers.history)
         record = StepRecord(
             loss,
-            norm,
             lr,
             tokens_of(self.job),
-            {name: (stage.seconds, stage.nbytes) for name, stage in stages.items()},
+            measured,
             (0, self.rank),
             {} if witness is None else {"session": witness.last},
-            optimizer.memory()["resident"],
         )
         return self._of_all(record, common)
 
@@ -131,6 +130,11 @@ class PlacedJob:
             more = {**own.more, "loss_of": "worker 0"}
             return replace(own, tokens=own.tokens * self.group.workers, more=more)
         return replace(own, loss=common.loss, tokens=common.tokens)
+
+    def intervals(self) -> list[Interval]:
+        """Return the intervals since the last call."""
+        trace: Stages = self.optimizer.session.stages
+        return self.stages.intervals(take=True) + trace.intervals(take=True)
 
     def keep(self, *, now: bool = False) -> None:
         """Record the committed step in mark.json. Call this method after the step's metrics line
@@ -226,17 +230,19 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
         mark=mark,
         report=report,
     )
-    group, stages = optimizer.group, NetStages(optimizer.session.stages)
+    group = optimizer.group
+    stages = NetStages(f"{device} of worker {group.rank}", optimizer.session.stages)
     words = StepExchange(optimizer) if group.workers > 1 else None
     placed = (job, model, optimizer, scaler, tokens, device, group, words, stages)
     return PlacedJob(*placed, mark, report)
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward without waiting. `other`: the Stages that measure "Wait"."""
+    """Times of Forward and Backward without waiting; their intervals include it. `other`: the
+    Stages that measure "Wait"."""
 
-    def __init__(self, other: Stages) -> None:
-        super().__init__()
+    def __init__(self, lane: str, other: Stages) -> None:
+        super().__init__(lane)
         self._other = other
 
     @contextmanager

@@ -8,7 +8,7 @@ compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,14 +36,19 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """Return tables that compare predicted and measured times, one for each stage and replica. A
-    row has the predicted seconds, the measured seconds of the first rank, and the ratio measured /
-    predicted."""
+    """Return the tables of `tables_of` for a run directory."""
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
-    found: dict[str, list[Line]] = {}
-    for path in (run / "metrics.jsonl", *(path for _, path in ranks)):
-        lines = last_alike(path, RECENT)
+    paths = (run / "metrics.jsonl", *(path for _, path in ranks))
+    return tables_of(last_alike(path, RECENT) for path in paths)
+
+
+def tables_of(ranks: Iterable[Sequence[Line]]) -> list[list[tuple[str, ...]]]:
+    """Return tables that compare predicted and measured times, one for each stage and replica. A
+    row has the predicted seconds, the measured seconds of the first rank, and the ratio measured /
+    predicted. `ranks`: the last lines of each rank, with the same plan."""
+    found: dict[str, Sequence[Line]] = {}
+    for lines in ranks:
         if lines and "predicted" in lines[-1]:
             found.setdefault(lines[-1]["predicted"]["where"], lines)
     return [_table(where, lines) for where, lines in sorted(found.items())]

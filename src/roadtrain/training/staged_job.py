@@ -21,6 +21,8 @@ from roadtrain.config.job import Job
 from roadtrain.environment import LAUNCH_NAMES, launch_of
 from roadtrain.errors import ConfigError
 from roadtrain.retry import undone_on_error
+from roadtrain.servers.trace import Interval, StageTotals, as_words
+from roadtrain.servers.usage import process_usage
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.parallelize import parallelize
 from roadtrain.stages.snapshots import FOLDER, SnapshotOptions
@@ -144,15 +146,27 @@ class StagedJob:
         result = training.step(batch, job.optimizer.clip_norm, stop=bool(stop.why()))
         self.stopped, times, at = result.stop, result.times, training.context.position
         seconds = {"Forward": times.forward, "Backward": times.backward, "Wait": times.waiting}
+        norm = result.grad_norm
+        measured = {
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "stages": as_words({name: StageTotals(own) for name, own in seconds.items()}),
+            "memory": {"process": process_usage()},
+            "committed": training.committed_step,
+        }
         return StepRecord(
             result.loss,
-            result.grad_norm,
             lr,
             job.data.batch_size * job.data.seq_len * self.num_microbatches,
-            {name: (own, 0) for name, own in seconds.items()},
+            measured,
             (at.stage, at.replica),
             {"snapshot_every": job.parallelism.snapshot_every},
         )
+
+    def intervals(self) -> list[Interval]:
+        """Return the intervals since the last call."""
+        lane = f"{self.device} of rank {self.rank}"
+        intervals = self.training.pipeline.trace.intervals(take=True)
+        return [interval._replace(lane=lane) for interval in intervals]
 
     def keep(self) -> None:
         if self.training.due() and not self.stopped:

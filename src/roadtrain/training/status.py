@@ -9,23 +9,20 @@ amplification inside the disk. Does not import torch.
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 from roadtrain.config.job import Job, job_of_run
-from roadtrain.errors import ConfigError, PeerError
+from roadtrain.errors import PeerError
 from roadtrain.servers import health
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.metrics import read_metrics
-from roadtrain.training.predicted import RECENT, compared
+from roadtrain.training.predicted import compared
 from roadtrain.training.progress import Report, describe, show_table
+from roadtrain.training.run_lines import RunLines, show_duration, wear_rows
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
-from roadtrain.units import show_bytes, show_rate, show_seconds
-
-ASSUMED_TBW = 600.0  # terabytes; a typical value in data sheets of 1 TB consumer SSDs
-WRITES = ("Write", "Commit")  # stages whose bytes go to the device
+from roadtrain.units import show_seconds
 
 
 def names_servers(run: str) -> bool:
@@ -56,7 +53,7 @@ def report_run(
         if job.parallelism.reducers:
             reducers, found = ask_reducers(job, token_file)
         own, switches = job.servers, len(job.servers.switches)
-        table = rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw)
+        table = rows(job, lines_of_run(run), endurance_tbw)
         servers = [*own.addresses, *(switch.address for switch in own.switches)]
         token_file, ca = token_file or own.token_file, ca or own.ca
         cert, key = cert or own.cert, key or own.key
@@ -81,12 +78,16 @@ def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]
     return health.rows(names, found, role="reducer"), found
 
 
+def lines_of_run(run: str) -> RunLines:
+    return RunLines.of(read_metrics(Path(run) / "metrics.jsonl"))
+
+
 def report_ended(run: str, report: Report) -> None:
     """Report on the directory of a run that has ended, without querying its servers.
 
     Raises ConfigError.
     """
-    show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
+    show_table(rows(job_of_run(run), lines_of_run(run), None), report)
     report_stages(run, report)
 
 
@@ -96,50 +97,17 @@ def report_stages(run: str, report: Report) -> None:
         show_table(beside, report)
 
 
-def rows(
-    job: Job, lines: list[dict[str, Any]], endurance_tbw: float | None
-) -> list[tuple[str, str]]:
-    if not lines:
+def rows(job: Job, run: RunLines, endurance_tbw: float | None) -> list[tuple[str, str]]:
+    if not run.recent:
         return [("step", f"0 of {job.run.steps}")]
-    last, recent = lines[-1], lines[-RECENT:]
-    seconds = median(line["seconds"] for line in recent)
-    losses = [line["loss"] for line in recent if line["loss"] is not None]
-    left = _span((job.run.steps - last["step"]) * seconds)
+    losses = sum(line["loss"] is not None for line in run.recent)
     out = [
-        ("step", f"{last['step']} of {job.run.steps}, about {left} left"),
-        ("last step", describe(job, last)),
-        (f"loss, mean of {len(losses)} steps", f"{fmean(losses):.4f}" if losses else "nan"),
-        ("tokens so far", f"{sum(line['tokens'] for line in lines):,}"),
-        ("a step takes", f"{show_seconds(seconds)}, {last['tokens'] / seconds:,.0f} tokens/s"),
+        ("step", f"{run.step} of {job.run.steps}, about {show_duration(run.left_s(job))} left"),
+        ("last step", describe(job, run.last)),
+        (f"loss, mean of {losses} steps", f"{run.loss:.4f}"),
+        ("tokens so far", f"{run.tokens:,}"),
+        ("a step takes", f"{show_seconds(run.step_s)}, {run.tokens_per_s:,.0f} tokens/s"),
     ]
     if job.lossy:
         out.append(("lossy", ", ".join(f"{k} {v}" for k, v in job.lossy.items())))
-    if job.servers.addresses:
-        return [*out, ("state", f"on {', '.join(job.servers.addresses)}")]
-    if not job.store.files:
-        return [*out, ("written", "nothing: the state is in RAM and is lost when the process ends")]
-    devices = len(job.store.files)
-    stages = [named for line in lines for named in line["stages"].items()]
-    written = sum(stage["bytes"] for name, stage in stages if name in WRITES)
-    rate = written / sum(line["seconds"] for line in lines) if written else 0.0
-    if endurance_tbw is not None and not endurance_tbw > 0:
-        raise ConfigError(
-            f"--endurance-tbw {endurance_tbw:g} is not above 0", hint="--endurance-tbw 600"
-        )
-    tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
-    source = "assumed, set --endurance-tbw" if endurance_tbw is None else "as specified"
-    directories = f"{show_bytes(written)} to {devices} directories"
-    out.append(("written so far", f"{directories}, {show_rate(rate)} while training"))
-    if rate:
-        used = f"{written / devices / (tbw * 1e12):.4%} of {tbw:g} TBW per device ({source})"
-        lasts = f"{_span(tbw * 1e12 * devices / rate)} of training like this"
-        out.append(("endurance used", f"{used}, if each directory is its own device"))
-        out.append(("endurance lasts", lasts))
-    return out
-
-
-def _span(seconds: float) -> str:
-    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    return [*out, *wear_rows(job, run, endurance_tbw)]

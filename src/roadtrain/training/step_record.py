@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,35 +17,29 @@ class StepRecord:
     """The results of a training step in one process.
 
     Attributes:
-        grad_norm: The gradient norm before clipping; nan if it is unknown.
-        stages: Maps the names of stages (Forward, Wait, ...) to seconds and bytes.
+        measured: The keys "grad_norm", "stages", "memory" and "committed" of the metrics line, as
+            `PlacedOptimizer.metrics` returns them.
         at: The pipeline stage and the replica of this process.
         more: Additional keys of the metrics line, which only some jobs have.
-        resident: The bytes of roadtrain's buffers after the step.
     """
 
     loss: float
-    grad_norm: float
     lr: float
     tokens: int
-    stages: Mapping[str, tuple[float, int]]
+    measured: Line
     at: tuple[int, int]
     more: Line = field(default_factory=dict)
-    resident: int = 0
 
     def line(self, job: Job, step: int, seconds: float) -> Line:
         """Return the metrics line of `step`, counted from 1."""
         line: Line = {
             "step": step,
             "loss": self.loss if math.isfinite(self.loss) else None,
-            "grad_norm": self.grad_norm if math.isfinite(self.grad_norm) else None,
+            "grad_norm": self.measured["grad_norm"],
             "lr": self.lr,
             "tokens": self.tokens,
             "seconds": round(seconds, 6),
-            "stages": {
-                name: {"seconds": round(busy, 6), "bytes": nbytes}
-                for name, (busy, nbytes) in self.stages.items()
-            },
+            **{key: self.measured[key] for key in ("stages", "memory", "committed")},
         }
         line |= self.more | predicted_for(job, *self.at)
         return line | ({"lossy": job.lossy} if job.lossy else {})

@@ -55,15 +55,15 @@ class Totals:
     # peak bytes of roadtrain's buffers
     resident: int = 0
 
-    def add(self, line: Mapping[str, Any], resident: int) -> None:
-        """Add a line of metrics.jsonl. `resident`: the bytes of roadtrain's buffers after the
-        step."""
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of metrics.jsonl."""
         self.losses.append(math.nan if line["loss"] is None else line["loss"])
         self.seconds += line["seconds"]
         for name, stage in line["stages"].items():
             self.busy_s[name] += stage["seconds"]
             self.nbytes[name] += stage["bytes"]
-        self.resident = max(self.resident, resident)
+        host = line["memory"].get("host", {"bytes": 0})  # a job in stages has no such budget
+        self.resident = max(self.resident, host["bytes"])
 
     def first_and_last(self) -> tuple[float, float]:
         few = max(1, min(FEW, len(self.losses) // 10))

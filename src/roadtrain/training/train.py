@@ -20,6 +20,7 @@ from roadtrain.training.run_files import lines_of, write_job
 from roadtrain.training.staged_job import StagedJob, open_staged
 from roadtrain.training.stop import INTERRUPTED, Stop
 from roadtrain.training.summary import Summary, Totals
+from roadtrain.training.timeline import Timeline, timeline_of
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
@@ -46,7 +47,10 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
     Returns the reason why training ended before run.steps (else ""), and the totals of the steps.
     """
     job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
-    with Metrics(lines, done, fresh=run.is_stale(lines)) as metrics:
+    with (
+        Metrics(lines, done, fresh=run.is_stale(lines)) as metrics,
+        Timeline(timeline_of(lines), run.report) as timeline,
+    ):
         if run.rank == 0:
             write_job(job)  # now that all checks have passed
         if metrics.note:
@@ -64,6 +68,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 with undone_on_error(run.abandon):  # never commit a step without its line
                     metrics.append(line)
                 show(line)
-                totals.add(line, record.resident)
+                timeline.add(run.steps_done, run.intervals())
+                totals.add(line)
                 run.keep()
     return "", totals

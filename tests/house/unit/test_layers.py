@@ -32,6 +32,7 @@ ORDER = (
     ("planner",),
     ("launch",),
     ("doctor",),
+    ("dashboard",),
     ("cli", "hvd", "__main__"),
     ("__init__",),
 )

@@ -113,7 +113,7 @@ def test_commands() -> None:
     assert {title: list(group) for title, group in cli.COMMAND_GROUPS.items()} == {
         "start here": ["train", "doctor"],
         "run": ["serve", "launch", "export", "import"],
-        "look": ["status"],
+        "look": ["status", "show"],
         "plan": ["probe", "plan", "simulate", "calibrate"],
         "prove": [
             "verify",

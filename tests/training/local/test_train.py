@@ -99,7 +99,11 @@ def test_metrics_of_a_run(path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line in lines:
         keys = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "stages", "session"}
-        assert set(line) == keys
+        assert set(line) == keys | {"memory", "committed"}
+        assert 0 <= line["committed"] < line["step"]
+        assert set(line["memory"]) == {"host", "process", "disk"}
+        for used in line["memory"].values():  # Rule 4
+            assert 0 < used["bytes"] <= (used["budget"] or used["bytes"])
         assert line["tokens"] == 32 and line["seconds"] > 0
         assert {"Forward", "Backward", "Push"} <= set(line["stages"])
     assert summary.steps == 5 and summary.last_loss < summary.first_loss and not summary.stopped

@@ -20,7 +20,8 @@ SERVERS = {"servers": {"addresses": ["localhost:7000"]}}
 def line(**stages: float) -> dict[str, object]:
     """A line of metrics.jsonl for a step of ten seconds."""
     entries = {name: {"seconds": seconds, "bytes": 0} for name, seconds in stages.items()}
-    return {"loss": 1.0, "seconds": 10.0, "tokens": 100, "stages": entries}
+    memory = {"host": {"bytes": 50 << 20, "budget": 1 << 30}}
+    return {"loss": 1.0, "seconds": 10.0, "tokens": 100, "stages": entries, "memory": memory}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_the_bottleneck_of_a_step_is_named(
 ) -> None:
     job, totals = make_job({**MODEL, **config}), Totals()
     for _ in range(3):
-        totals.add(line(**stages), 0)
+        totals.add(line(**stages))
     table = dict(rows(job, Summary(3, 2.0, 1.0, None, ""), totals, 1, "roadtrain"))
     waited = stages["Wait"]
     assert table["a step took"] == (
@@ -77,7 +78,7 @@ def test_the_shares_of_a_step_add_up(
 
 def test_held_memory_is_compared_with_plain_training_if_it_is_less() -> None:
     job, totals = make_job({**MODEL, **FILES}), Totals()
-    totals.add(line(Wait=1.0), 50 << 20)
+    totals.add(line(Wait=1.0))
     for plain, held in [(100 << 20, "50.0 MiB, 50% of that"), (2 << 20, "50.0 MiB")]:
         table = dict(rows(job, Summary(1, 2.0, 1.0, None, ""), totals, plain, "roadtrain"))
         assert table["roadtrain held at most"] == held

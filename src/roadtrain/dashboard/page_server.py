@@ -1,0 +1,177 @@
+"""Serve the page of runs with Bokeh's server, and the trace of their last steps for Perfetto.
+
+One loop follows the runs; every reader has a document of its own. With a token, a reader enters it
+once, and a cookie derived from it is valid as long as the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bokeh import __version__
+from bokeh.application import Application
+from bokeh.application.handlers.function import FunctionHandler
+from bokeh.document import Document
+from bokeh.server.auth_provider import AuthProvider, NullAuth
+from bokeh.server.server import Server
+from bokeh.server.views.auth_request_handler import AuthRequestHandler
+from tornado.ioloop import IOLoop, PeriodicCallback
+from tornado.web import HTTPError, RequestHandler, authenticated
+
+from roadtrain.config.cluster import Host
+from roadtrain.dashboard.drawing import Panels, fill
+from roadtrain.dashboard.picture import picture
+from roadtrain.dashboard.watch import RunWatch
+from roadtrain.errors import ConfigError
+from roadtrain.planner.trace_events import trace_events
+from roadtrain.transport.tcp import Address
+
+REFRESH_MS = 250
+SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the page needs
+COOKIE = "roadtrain-show"
+HEAD, ROWS = 640, 19  # pixels of a picture above the tables, and of a row of them
+LOGIN = """<!doctype html><title>roadtrain show</title><form method="post">
+<label>Token <input type="password" name="token" autocomplete="off" autofocus></label>
+<button>Show</button></form>"""
+Settings = tuple[Host | None, float | None, str]  # the probed host, endurance in TB, the theme
+
+
+def trace(runs: Sequence[RunWatch]) -> dict[str, Any]:
+    """Return the last steps of the runs in the format of Chrome. Intervals of a lane that
+    overlap are shown in rows of their own."""
+    slices = []
+    for run in runs:
+        for process, intervals in run.by_process().items():
+            ends: dict[str, list[float]] = {}
+            for interval in sorted(intervals, key=lambda interval: (interval.begin, -interval.end)):
+                rows = ends.setdefault(interval.lane, [])
+                row = next((i for i, end in enumerate(rows) if end <= interval.begin), len(rows))
+                rows[row : row + 1] = [interval.end]
+                lane = f"{interval.lane} ({row + 1})" if row else interval.lane
+                name = f"{run.name}: {process}" if len(runs) > 1 else process
+                args = {"bytes": interval.nbytes}
+                slices.append((name, lane, interval.stage, interval.begin, interval.end, args))
+    return trace_events(slices)
+
+
+class TraceHandler(AuthRequestHandler):
+    """Answers with the trace of the last steps as a file."""
+
+    def initialize(self, runs: Sequence[RunWatch], hosts: Sequence[str]) -> None:
+        self.runs, self.hosts = runs, hosts
+
+    @authenticated
+    def get(self) -> None:
+        if self.hosts and self.request.host not in self.hosts:
+            raise HTTPError(403)  # a page of another site has given its name our address
+        name = "-".join(Path(run.name).name for run in self.runs)
+        self.set_header("Content-Type", "application/json")
+        self.set_header("Content-Disposition", f'attachment; filename="{name}.trace.json"')
+        self.write(json.dumps(trace(self.runs)))
+
+
+class TokenProvider(AuthProvider):
+    """Lets in readers who have entered the token."""
+
+    def __init__(self, token: bytes) -> None:
+        self._cookie = hmac.digest(token, b"roadtrain show", "sha256").hex()
+        proof = self._cookie
+
+        class LoginHandler(RequestHandler):
+            def get(self) -> None:
+                self.write(LOGIN)
+
+            def post(self) -> None:
+                entered = self.get_body_argument("token", "").strip().encode()
+                if not hmac.compare_digest(entered, token):
+                    raise HTTPError(403)
+                self.set_cookie(COOKIE, proof, httponly=True, samesite="Strict")
+                self.redirect("/")
+
+        self._login = LoginHandler
+        super().__init__()
+
+    @property
+    def get_user(self) -> Any:
+        def user(handler: RequestHandler) -> str | None:
+            found = handler.get_cookie(COOKIE) or ""
+            return "reader" if hmac.compare_digest(found.encode(), self._cookie.encode()) else None
+
+        return user
+
+    @property
+    def login_url(self) -> str:
+        return "/login"
+
+    @property
+    def login_handler(self) -> type[RequestHandler]:
+        return self._login
+
+
+def serve(
+    runs: Sequence[RunWatch],
+    settings: Settings,
+    where: Address,
+    token: bytes | None,
+) -> None:
+    """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError if the address is in use."""
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    for name in ("bokeh", "tornado.access"):  # readers come and go; that is no news
+        logging.getLogger(name).setLevel(logging.ERROR)
+    host, port = where
+    scripts = [f"static/js/{name}.min.js?v={__version__}" for name in SCRIPTS]
+
+    def open_page(document: Document) -> None:
+        panels = Panels(runs, *settings[:2])
+        fill(document, panels, settings[2] or _asked_theme(document), scripts)
+        document.add_periodic_callback(panels.update, REFRESH_MS)
+
+    names: list[str] = []  # the names of this server, by which pages may reach it without a token
+    try:
+        server = Server(
+            Application(FunctionHandler(open_page)),
+            IOLoop.current(),
+            address=host,
+            port=port,
+            extra_patterns=[(r"/trace\.json", TraceHandler, {"runs": runs, "hosts": names})],
+            auth_provider=NullAuth() if token is None else TokenProvider(token),
+            allow_websocket_origin=None if token is None else ["*"],
+        )
+    except OSError as cause:
+        raise ConfigError(
+            f"cannot serve at {host}:{port}: {cause.strerror}", hint="choose another --port"
+        ) from cause
+    if token is None:
+        names += [f"localhost:{server.port}", f"{host}:{server.port}"]
+        server._tornado._websocket_origins.update(names)
+    print(f"{' '.join(run.name for run in runs)}: http://{host}:{server.port}/ (Ctrl-C ends)")
+
+    def refresh() -> None:
+        for run in runs:
+            run.refresh()
+
+    watch = PeriodicCallback(refresh, REFRESH_MS)
+    watch.start()
+    server.run_until_shutdown()
+    watch.stop()
+
+
+def _asked_theme(document: Document) -> str:
+    theme = document.session_context.request.arguments.get("theme", [b""])[0].decode()
+    return theme if theme in ("light", "dark") else ""
+
+
+def write_picture(
+    runs: Sequence[RunWatch], host: Host | None, tbw: float | None, path: Path, theme: str
+) -> None:
+    """Write a PNG of the page. Raises ConfigError if there is no browser."""
+    panels, document = Panels(runs, host, tbw), Document()
+    fill(document, panels, theme)
+    rows = max(div.text.count("<tr>") for div in panels.texts.values())
+    picture(document, path, HEAD + panels.figures["timeline"].height + ROWS * rows)
