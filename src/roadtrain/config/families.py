@@ -405,6 +405,8 @@ def _gpt_neox(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
 
 
 def _opt(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    if not config.get("ffn_dim"):
+        return None
     h, f, bias = sizes["hidden_size"], int(config["ffn_dim"]), config.get("enable_bias", True)
     vectors = 2 if config.get("layer_norm_elementwise_affine", True) else 0
     at, narrow = "model.decoder", int(config.get("word_embed_proj_dim") or h)

@@ -440,7 +440,13 @@ def layout_of_config(config: Mapping[str, Any]) -> Layout | None:
             f"a `mixtral` config with {experts} experts cannot have {active} active per token",
             hint="set num_local_experts and num_experts_per_tok",
         )
-    return layout(config, found)
+    try:
+        return layout(config, found)
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise ConfigError(
+            f"the config of a `{kind}` cannot be read: {cause}",
+            hint="give the config.json as it was published",
+        ) from cause
 
 
 def shape_of_layout(
