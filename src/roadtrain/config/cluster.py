@@ -24,10 +24,7 @@ of measured values.
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -35,7 +32,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roadtrain.config.catalogue import tables, template
 from roadtrain.errors import ConfigError
-from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import (
     Bytes,
     Count,

@@ -95,11 +95,15 @@ class Layout:
             if len(shape) == 1 and name.endswith("weight"):
                 # norms without a bias are computed in fp32, step by step
                 steps = 2 if itemsize == 4 else 3
-                elements += shape[0] * (1 if f"{name.removesuffix('weight')}bias" in params else steps)
+                elements += shape[0] * (
+                    1 if f"{name.removesuffix('weight')}bias" in params else steps
+                )
             elif len(shape) == 3:  # the experts of a token, each with its own copy of the input
                 elements += self.active * (shape[1] + shape[2] * (2 if "down" in name else 1))
             elif len(shape) == 2:
-                modules.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append((name, shape))
+                modules.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(
+                    (name, shape)
+                )
         elements += sum(self._of_matrices(members) for members in modules.values())
         return elements * itemsize + SCORE_BYTES * self.heads * tokens * self.scores
 
@@ -256,7 +260,9 @@ def layout(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Layout | None
     named = config.get("hidden_act") or config.get("activation_function")
     slow = named == "gelu_new" or (named is None and kind in _GELU_NEW)
     drops = config.get("attn_pdrop", config.get("attention_dropout", 0.1 * (kind == "gpt2")))
-    scores = bool(drops) or (kind == "gemma2" and config.get("attn_logit_softcapping", 1) is not None)
+    scores = bool(drops) or (
+        kind == "gemma2" and config.get("attn_logit_softcapping", 1) is not None
+    )
     active = int(config.get("num_experts_per_tok") or 0)
     blocks = {ROOT: root, **blocks}
     return Layout(blocks, active, vocab, h, heads, width, kv, 3 * slow, scores)
@@ -326,9 +332,7 @@ def _sparse(config: Mapping[str, Any], i: int) -> bool:
     return not dense and i not in (config.get("mlp_only_layers") or ()) and (i + 1) % step == 0
 
 
-def _experts(
-    config: Mapping[str, Any], sizes: Mapping[str, int], family: Family
-) -> Params | None:
+def _experts(config: Mapping[str, Any], sizes: Mapping[str, int], family: Family) -> Params | None:
     h, inner = sizes["hidden_size"], config.get("moe_intermediate_size")
     count = next((int(config[key]) for key in family.experts if config.get(key)), 0)
     f = int(inner or (sizes["intermediate_size"] if config["model_type"] == "mixtral" else 0))
@@ -377,7 +381,7 @@ def _mlp(name: str, h: int, f: int, family: Family, bias: bool = False) -> Param
 def _gpt2(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     h, at = sizes["hidden_size"], "transformer"
     f = int(config.get("n_inner") or 4 * h)
-    root = {
+    root: Params = {
         f"{at}.wte.weight": (sizes["vocab_size"], h),
         f"{at}.wpe.weight": (sizes["max_position_embeddings"], h),
         **_norm(f"{at}.ln_f", h, 2),
@@ -395,7 +399,7 @@ def _gpt2(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
 
 def _gpt_neox(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     h, f, bias = sizes["hidden_size"], sizes["intermediate_size"], config.get("attention_bias", 1)
-    root = {"gpt_neox.embed_in.weight": (sizes["vocab_size"], h)}
+    root: Params = {"gpt_neox.embed_in.weight": (sizes["vocab_size"], h)}
     root |= _norm("gpt_neox.final_layer_norm", h, 2)
     layer = _norm("input_layernorm", h, 2) | _norm("post_attention_layernorm", h, 2)
     layer |= _linear("attention.query_key_value", 3 * h, h, bool(bias))
@@ -410,7 +414,7 @@ def _opt(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
     h, f, bias = sizes["hidden_size"], int(config["ffn_dim"]), config.get("enable_bias", True)
     vectors = 2 if config.get("layer_norm_elementwise_affine", True) else 0
     at, narrow = "model.decoder", int(config.get("word_embed_proj_dim") or h)
-    root = {
+    root: Params = {
         f"{at}.embed_tokens.weight": (sizes["vocab_size"], narrow),
         f"{at}.embed_positions.weight": (sizes["max_position_embeddings"] + 2, h),
     }

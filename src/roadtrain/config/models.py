@@ -298,9 +298,14 @@ def named_layout(name: str) -> Layout:
     each block. Raises ConfigError for an unknown name."""
     own = shape(name)
     if (found := _TRANSFORMERS.get(own.name)) is None:
-        blocks: dict[str, Params] = {block.name: {block.name: (block.params,)} for block in own.blocks}
+        blocks: dict[str, Params] = {
+            block.name: {block.name: (block.params,)} for block in own.blocks
+        }
         return Layout({ROOT: {}, **blocks})
-    h, kind = found.hidden, "gpt2" if not found.gated else "mixtral" if found.experts > 1 else "llama"
+    h, kind = (
+        found.hidden,
+        "gpt2" if not found.gated else "mixtral" if found.experts > 1 else "llama",
+    )
     config: dict[str, Any] = {
         "num_hidden_layers": found.layers,
         "hidden_size": h,
@@ -357,6 +362,8 @@ KEYS = {  # the common name of a key in transformers -> its names in Hugging Fac
     "vocab_size": ("vocab_size",),
 }
 TOKENS = 4096  # number of tokens per sample if no length is given
+
+
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
     """Return the number of tokens per sample, and notes for the user if the number was assumed.
     `longest`: the largest number that the model supports; None if there is no limit. Raises
@@ -454,7 +461,7 @@ def shape_of_layout(
 ) -> ModelShape:
     """Return the shape of a model for samples of `tokens` tokens from its parameters."""
     s, h, (root, *layers) = tokens, layout.hidden, layout.blocks
-    scores, table = 4.0 * s * s * (layout.attention or h), layout.vocab * h
+    scores = 4.0 * s * s * (layout.attention or h)
     hidden, blocks = 2.0 * s * h, []
     for i, block in enumerate(layers):
         shapes = [shape for shape in layout.blocks[block].values() if len(shape) == 3]
@@ -480,7 +487,9 @@ def shape_of_layout(
     rest = layout.params(root)
     after = rest - sum(prod(layout.blocks[root][name]) for name in layout.tables)
     embedding = BlockShape("embedding", rest - after, 0.0, hidden, 8.0 * s)
-    output = BlockShape("output", after, hidden * layout.vocab, hidden, hidden, logits=1.0 * s * layout.vocab)
+    output = BlockShape(
+        "output", after, hidden * layout.vocab, hidden, hidden, logits=1.0 * s * layout.vocab
+    )
     return ModelShape(name, (embedding, *blocks, output), s, h, layout.heads, notes)
 
 

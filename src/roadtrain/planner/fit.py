@@ -1,5 +1,5 @@
 """`roadtrain fit MODEL`: say whether a model can be trained on a machine, with how much memory, how
-fast, and with which command. Reads configurations only: no weights, and in the usual cases no torch.
+fast, and with which command. Reads configurations only: no weights, and usually no torch.
 
     model_of, machine_of    what is asked about (fit_inputs.py)
     evaluate                one row: a kind of training with its state in one place
@@ -29,7 +29,6 @@ from roadtrain.planner.process_memory import (
     kept_inputs,
     least_device_budget,
     process_memory,
-    temporaries,
 )
 from roadtrain.units import MIB, show_bytes, show_number, show_params
 
@@ -141,14 +140,14 @@ class Fitting:
     def _device_budget(self, placed: Placed, work: Work) -> int:
         """Return the device memory that is left besides temporary tensors, and at least the
         smallest device budget."""
-        whole = placed.budgets(work, "server", WHOLE, WHOLE).worker.device
-        assert whole is not None
-        used = process_memory(placed, work, placed.budgets(work, "server", WHOLE, WHOLE)).device
+        budgets = placed.budgets(work, "server", WHOLE, WHOLE)
+        assert budgets.worker.device is not None
+        used = process_memory(placed, work, budgets).device
         # torch's gradients of the root block are counted both in the budget and as temporary
         root = placed.table.blocks[0].push_nbytes
         free = RESERVE * self.machine.device_bytes - used["libraries"]
-        free -= temporaries(placed, work) - root
-        return max(least_device_budget(whole), int(free) // MIB * MIB)
+        free -= used["temporary tensors"] - root
+        return max(least_device_budget(budgets.worker.device), int(free) // MIB * MIB)
 
     def least_change(self, row: Row) -> str:
         """Return the smallest change that makes the row fit."""
@@ -194,7 +193,7 @@ def speed(row: Row, cluster_file: str) -> tuple[float, float] | None:
     worker = next(iter(cluster.workers), None)
     measured = worker is not None and f"hosts.{worker.name}.device" in cluster.measured
     served, on_files = row.state == "server", row.state == "SSDs"
-    if not measured or row.ask.rank or (on_files and not worker.ssds):
+    if not measured or row.ask.rank or worker is None or (on_files and not worker.ssds):
         return None
     if served and not cluster.spares:
         return None
@@ -367,6 +366,48 @@ def fit(
     fitting = Fitting(machine)
     rows = fitting.rows([ask, replace(ask, rank=rank)])
     return rows, fitting.placed(ask).params()
+
+
+# name of a model -> tokens of a sample; name of a machine -> its options
+TABLE_MODELS = (
+    "GPT-2-XL",
+    "Qwen2.5-7B",
+    "LLaMA-2-13B",
+    "Qwen2.5-32B",
+    "LLaMA-3-70B",
+    "Mixtral-8x22B",
+)
+TABLE_MACHINES = {
+    "no GPU, 32 GB, 1 TB": ("cpu", "32GB", "1TB"),
+    "RTX 3090, 64 GB, 2 TB": ("RTX 3090", "64GB", "2TB"),
+    "RTX 4090, 128 GB, 2 x 2 TB": ("RTX 4090", "128GB", "2x7GB/s,2TB"),
+    "A100 80 GB, 512 GB, 4 x 4 TB": ("A100-80GB", "512GB", "4x7GB/s,4TB"),
+    "H100 80 GB, 1 TB, 4 x 4 TB": ("H100-80GB", "1024GB", "4x7GB/s,4TB"),
+    "H200 141 GB, 2 TB, 8 x 4 TB": ("H200-141GB", "2048GB", "8x7GB/s,4TB"),
+}
+TABLE_TOKENS = 1024
+
+
+def hardware_table() -> str:
+    """Return the table of the README as Markdown: where the state of a full fine-tune, or else of
+    LoRA, fits on common machines."""
+    lines = [
+        "| | " + " | ".join(TABLE_MODELS) + " |",
+        "|---" * (len(TABLE_MODELS) + 1) + "|",
+    ]
+    models = {name: model_of(name, TABLE_TOKENS, lambda note: None) for name in TABLE_MODELS}
+    layouts: dict[Any, Placed] = {}
+    for name, options in TABLE_MACHINES.items():
+        fitting, cells = Fitting(machine_of(*options), layouts), []
+        for model in models.values():
+            full = Ask(model, 1, "bf16", "adamw")
+            asks = (full, replace(full, rank=RANK))
+            rows = (fitting.evaluate(ask, state) for ask in asks for state in STATES[:2])
+            row = next((row for row in rows if not row.lacking), None)
+            of_lora = "LoRA, " if row and row.ask.rank else ""
+            cells.append(f"{of_lora}{row.state}" if row else "no")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def command(

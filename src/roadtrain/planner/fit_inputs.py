@@ -115,8 +115,8 @@ def _of_config(path: Path, has_headers: bool, seq_len: int | None, report: Repor
         report(f"{why}: its parameters are read from the headers of its safetensors files")
         tied = bool(config.get("tie_word_embeddings"))
         layout = of_tensors(_shapes(path.parent), tied)
-        longest = config.get("max_position_embeddings")
-        model = _with_length(name, layout, longest, seq_len, report)
+        length = config.get("max_position_embeddings")
+        model = _with_length(name, layout, length, seq_len, report)
         return replace(model, pretrained=pretrained)
     report(f"{why}: counting its modules with transformers, which takes longer")
     counting = importlib.import_module("roadtrain.planner.model_config")
@@ -189,7 +189,9 @@ class Machine:
 
     def __str__(self) -> str:
         disk = "disk of unknown size" if self.disk is None else f"{show_bytes(self.disk)} of disk"
-        device = f"{self.device} with {show_bytes(self.device_bytes)}" if self.device else "no device"
+        device = (
+            f"{self.device} with {show_bytes(self.device_bytes)}" if self.device else "no device"
+        )
         return f"{self.name}: {device}, {show_bytes(self.ram)} of memory to use, {disk}"
 
 
@@ -207,7 +209,7 @@ def machine_of(device: str, ram: str, ssd: str) -> Machine:
     if ram:
         machine = replace(machine, ram=USABLE * parse_bytes(ram))
     if ssd:
-        machine = replace(machine, disk=None, **_ssds(ssd))
+        machine = replace(machine, **{"disk": None, **_ssds(ssd)})
     return machine
 
 

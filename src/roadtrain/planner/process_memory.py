@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from roadtrain.chunks import ITEMSIZE, ChunkTable, ParamSpec, Record, record
 from roadtrain.config.families import ROOT, Layout
@@ -37,6 +38,7 @@ LIBRARIES = 480 * MIB
 TRANSFORMERS = 110 * MIB  # what importing transformers and a model of it adds; measured
 DRIVER = 1500 * MIB  # host memory of an accelerator's driver and libraries; assumed
 CONTEXT = 1000 * MIB  # device memory of the driver and libraries; assumed
+SLACK = 16 * MIB  # the first slack of device.buffers.Heap
 _NOT_ADAPTED = re.compile(r"(mlp\.gate|router|shared_expert_gate)\.weight$")
 
 
@@ -91,7 +93,14 @@ class Placed:
     @cached_property
     def records(self) -> dict[int, Record]:
         arrays = OPTIMIZERS[self.optimizer].state_nbytes // 4
-        return {chunk.id: record(chunk, arrays, min(arrays, 1)) for chunk in self.table.chunks}
+        made: dict[tuple[Any, ...], Record] = {}  # large models have many chunks of few kinds
+        out = {}
+        for chunk in self.table.chunks:
+            key = chunk.numel, chunk.dtype, chunk.trainable, len(chunk.spans)
+            if key not in made:
+                made[key] = record(chunk, arrays, min(arrays, 1))
+            out[chunk.id] = made[key]
+        return out
 
     def params(self, *, trained: bool = False) -> int:
         """Return the number of parameters, or of trained parameters."""
@@ -147,7 +156,7 @@ def process_memory(placed: Placed, work: Work, budgets: Budgets) -> ProcessMemor
     if worker.device is None:
         kept = min(kept, worker.activation_bytes)
         parts = {"libraries": libraries, "buffers": buffers - root, "kept inputs": kept}
-        return ProcessMemory({**parts, "temporary tensors": temporaries(placed, work)})
+        return ProcessMemory({**parts, "temporary tensors": temporaries(placed, work, kept)})
     here = min(kept, worker.device.activation_bytes)
     there = min(kept - here, worker.activation_bytes)
     host = {"libraries": libraries + DRIVER, "buffers": buffers - root, "kept inputs": there}
@@ -156,7 +165,7 @@ def process_memory(placed: Placed, work: Work, budgets: Budgets) -> ProcessMemor
         "buffers": float(worker.device.total - worker.device.activation_bytes)
         - placed.table.blocks[0].push_nbytes,
         "kept inputs": here,
-        "temporary tensors": temporaries(placed, work),
+        "temporary tensors": temporaries(placed, work, here),
     }
     return ProcessMemory(host, device)
 
@@ -174,9 +183,9 @@ def kept_inputs(placed: Placed, work: Work) -> float:
     return tokens * layout.hidden * ITEMSIZE[placed.dtype] * (len(layout.blocks) + 2)
 
 
-def temporaries(placed: Placed, work: Work) -> float:
+def temporaries(placed: Placed, work: Work, kept: float) -> float:
     """Return the most bytes of temporary tensors that torch holds at once, with the gradients of
-    the root block."""
+    the root block. `kept`: bytes of kept inputs in the same memory."""
     layout, n, size = placed.layout, work.samples * work.tokens, ITEMSIZE[placed.dtype]
     root = float(placed.table.blocks[0].push_nbytes)
     # log_softmax in fp32, its gradient, and the gradient of its input
@@ -190,5 +199,14 @@ def temporaries(placed: Placed, work: Work) -> float:
     # the gradients of two activations, and then gradients of parameters instead of activations
     block = max(saved + 2.0 * n * max(map(max, shapes), default=0) * size, saved / 2 + pushed)
     # autograd adds the two gradients of tied embeddings in a third tensor
-    # the heap may still hold what the last block has freed when the loss is computed
-    return max(logits + saved, block + root, root * (3 if layout.tied else 1))
+    heap = min(_heap_slack(block), 2 * kept)
+    return max(logits + heap, block + root, root * (3 if layout.tied else 1))
+
+
+def _heap_slack(block: float) -> float:
+    """Return the bytes of freed tensors that the C heap may hold between kept inputs when the loss
+    is computed: `device.buffers.Heap` doubles its slack while it returns more than half of it."""
+    slack = SLACK
+    while slack < 2 * block:
+        slack *= 2
+    return float(slack)

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
-from roadtrain.config.models import ModelShape, from_config, layout_of_config, named_shape, read_config
+from roadtrain.config.models import (
+    ModelShape,
+    from_config,
+    layout_of_config,
+    named_shape,
+    read_config,
+)
 from roadtrain.config.plan_file import Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
