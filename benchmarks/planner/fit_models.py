@@ -55,12 +55,8 @@ def _adapted(config: Mapping[str, Any], rank: int) -> Any:
     made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    model = model.to_empty(device="cpu").train()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.02)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+        adapters = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model.train(), adapters)
 
 
 def vision(device: str = "meta") -> tuple[Any, Any]:
