@@ -27,7 +27,7 @@ from benchmarks.common.report import Report, Row
 from benchmarks.planner.fit_models import STEPS, train_placed
 from roadtrain.config.models import layout_of_config, shape_of_layout
 from roadtrain.planner.fit_inputs import FitModel, model_of
-from roadtrain.planner.process_memory import Placed, Work, process_memory
+from roadtrain.planner.process_memory import PlacedLayout, Work, process_memory
 from roadtrain.units import parse_bytes, show_bytes
 
 MOST_OFF, MOST_LOW, POLL_S = 0.10, 0.05, 0.02
@@ -122,7 +122,7 @@ def estimate(case: Case) -> float:
         model = FitModel(case.name, layout, shape_of_layout(layout, case.tokens, case.name))
     tokens, loads = model.shape.tokens, model.transformers
     work = Work(case.samples, tokens, not trains, loads, model.saved, model.logits)
-    placed = Placed(model.layout, rank=case.rank)
+    placed = PlacedLayout(model.layout, rank=case.rank)
     budgets = placed.budgets(work, case.state, parse_bytes(case.budget))
     return process_memory(placed, work, budgets).host_bytes
 

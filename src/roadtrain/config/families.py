@@ -120,7 +120,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyTraits:
     """The properties in which a family differs from Llama.
 
     `tied`, `head`: defaults of the config. `qkv`, `out`, `mlp`: whether linear layers have biases,
@@ -156,33 +156,33 @@ _FOUR_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_LLAMA = Family(qkv="attention_bias", out="attention_bias", mlp="mlp_bias")
+_LLAMA = FamilyTraits(qkv="attention_bias", out="attention_bias", mlp="mlp_bias")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ROUTED = ("n_routed_experts",)
 _HF_EXPERTS = ("num_experts", "num_local_experts")
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, FamilyTraits] = {
     "llama": _LLAMA,
     "granite": _LLAMA,
-    "smollm3": Family(tied=True, qkv="attention_bias", out="attention_bias", mlp="mlp_bias"),
-    "mistral": Family(),
-    "qwen2": Family(qkv=True),
-    "qwen3": Family(head=128, qk="head", **_ATTENTION),  # type: ignore[arg-type]
-    "phi3": Family(packed=True),
-    "gemma": Family(tied=True, head=256, **_ATTENTION),  # type: ignore[arg-type]
-    "gemma2": Family(tied=True, head=256, norms=_FOUR_NORMS, **_ATTENTION),  # type: ignore[arg-type]
-    "gemma3_text": Family(
+    "smollm3": FamilyTraits(tied=True, qkv="attention_bias", out="attention_bias", mlp="mlp_bias"),
+    "mistral": FamilyTraits(),
+    "qwen2": FamilyTraits(qkv=True),
+    "qwen3": FamilyTraits(head=128, qk="head", **_ATTENTION),  # type: ignore[arg-type]
+    "phi3": FamilyTraits(packed=True),
+    "gemma": FamilyTraits(tied=True, head=256, **_ATTENTION),  # type: ignore[arg-type]
+    "gemma2": FamilyTraits(tied=True, head=256, norms=_FOUR_NORMS, **_ATTENTION),  # type: ignore[arg-type]
+    "gemma3_text": FamilyTraits(
         tied=True,
         head=256,
         qk="head",
         norms=_FOUR_NORMS,
         **_ATTENTION,  # type: ignore[arg-type]
     ),
-    "olmo2": Family(
+    "olmo2": FamilyTraits(
         qk="all",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         **_ATTENTION,  # type: ignore[arg-type]
     ),
-    "phi": Family(
+    "phi": FamilyTraits(
         qkv=True,
         out=True,
         mlp=True,
@@ -194,14 +194,14 @@ FAMILIES: Mapping[str, Family] = {
         head_bias=True,
         refused=("qk_layernorm",),
     ),
-    "starcoder2": Family(
+    "starcoder2": FamilyTraits(
         tied=True, qkv="use_bias", out="use_bias", mlp="use_bias", vectors=2, fc=("c_fc", "c_proj")
     ),
-    "mixtral": Family(experts=_HF_EXPERTS),
-    "qwen2_moe": Family(qkv="qkv_bias", experts=_HF_EXPERTS),
-    "qwen3_moe": Family(qk="head", experts=_HF_EXPERTS, **_ATTENTION),  # type: ignore[arg-type]
-    "deepseek_v2": Family(experts=_ROUTED, refused=("attention_bias", "mlp_bias")),
-    "deepseek_v3": Family(experts=_ROUTED, refused=("attention_bias",)),
+    "mixtral": FamilyTraits(experts=_HF_EXPERTS),
+    "qwen2_moe": FamilyTraits(qkv="qkv_bias", experts=_HF_EXPERTS),
+    "qwen3_moe": FamilyTraits(qk="head", experts=_HF_EXPERTS, **_ATTENTION),  # type: ignore[arg-type]
+    "deepseek_v2": FamilyTraits(experts=_ROUTED, refused=("attention_bias", "mlp_bias")),
+    "deepseek_v3": FamilyTraits(experts=_ROUTED, refused=("attention_bias",)),
 }
 _ON_BY_DEFAULT = ("use_bias", "qkv_bias")
 _TIED = {kind: family.tied for kind, family in FAMILIES.items()}
@@ -221,7 +221,7 @@ def layout(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Layout | None
         sizes: The model's sizes by their common names (config/models.py, `sizes_of`).
     """
     kind = str(config.get("model_type", ""))
-    family = FAMILIES.get(kind, Family())
+    family = FAMILIES.get(kind, FamilyTraits())
     if kind not in TIED or any(config.get(key) for key in (*_REFUSED, *family.refused)):
         return None
     n, h, vocab = sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"]
@@ -288,7 +288,7 @@ def of_tensors(shapes: Mapping[str, Shape], tied: bool = False) -> Layout:
 
 
 def _layer(
-    config: Mapping[str, Any], sizes: Mapping[str, int], family: Family, kind: str, i: int
+    config: Mapping[str, Any], sizes: Mapping[str, int], family: FamilyTraits, kind: str, i: int
 ) -> Params | None:
     """Return the parameters of layer `i`, or None if the config lacks a size."""
     h, heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -332,7 +332,9 @@ def _sparse(config: Mapping[str, Any], i: int) -> bool:
     return not dense and i not in (config.get("mlp_only_layers") or ()) and (i + 1) % step == 0
 
 
-def _experts(config: Mapping[str, Any], sizes: Mapping[str, int], family: Family) -> Params | None:
+def _experts(
+    config: Mapping[str, Any], sizes: Mapping[str, int], family: FamilyTraits
+) -> Params | None:
     h, inner = sizes["hidden_size"], config.get("moe_intermediate_size")
     count = next((int(config[key]) for key in family.experts if config.get(key)), 0)
     f = int(inner or (sizes["intermediate_size"] if config["model_type"] == "mixtral" else 0))
@@ -368,7 +370,7 @@ def _latent(config: Mapping[str, Any], h: int, heads: int) -> Params | None:
     return out | _linear("self_attn.o_proj", h, heads * value)
 
 
-def _mlp(name: str, h: int, f: int, family: Family, bias: bool = False) -> Params:
+def _mlp(name: str, h: int, f: int, family: FamilyTraits, bias: bool = False) -> Params:
     if family.fc[0]:
         first, second = family.fc
         return _linear(f"{name}.{first}", f, h, bias) | _linear(f"{name}.{second}", h, f, bias)

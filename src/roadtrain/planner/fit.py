@@ -23,7 +23,7 @@ from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import unknown_name
 from roadtrain.planner.fit_inputs import FitModel, Machine, machine_of, model_of
 from roadtrain.planner.process_memory import (
-    Placed,
+    PlacedLayout,
     ProcessMemory,
     Work,
     kept_inputs,
@@ -43,7 +43,7 @@ SPEED_ERROR = 1.1  # the simulator's predictions are within 10 % (docs/benchmark
 
 @dataclass(frozen=True)
 class Ask:
-    """What is to be trained, except for the state's place. `rank`: 0 trains all parameters."""
+    """A training, without the place of its state. `rank`: 0 trains all parameters."""
 
     model: FitModel
     samples: int
@@ -65,7 +65,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Row:
+class FitRow:
     """A line of the table. Sizes are in bytes.
 
     Attributes:
@@ -102,15 +102,15 @@ class Fitting:
     """Rows for one machine. Keeps the layouts of parameters, which take long to compute."""
 
     machine: Machine
-    layouts: dict[Any, Placed] = field(default_factory=dict)
+    layouts: dict[Any, PlacedLayout] = field(default_factory=dict)
 
-    def placed(self, ask: Ask) -> Placed:
+    def placed(self, ask: Ask) -> PlacedLayout:
         key = id(ask.model.layout), ask.dtype, ask.optimizer, ask.rank
         if key not in self.layouts:
-            self.layouts[key] = Placed(ask.model.layout, *key[1:])
+            self.layouts[key] = PlacedLayout(ask.model.layout, *key[1:])
         return self.layouts[key]
 
-    def evaluate(self, ask: Ask, state: str) -> Row:
+    def evaluate(self, ask: Ask, state: str) -> FitRow:
         """Compute the memory of a row with the least and with the recommended budgets."""
         machine, placed, work = self.machine, self.placed(ask), ask.work
         device = self._device_budget(placed, work) if machine.device else None
@@ -126,8 +126,10 @@ class Fitting:
         least = with_budget(least_budget)
         spare = machine.ram - least.host_bytes
         # the default budget is half of the free memory; in RAM, more than some slots is no use
-        wanted = machine.ram / 2 if state != "RAM" else least_budget + 16 * whole.worker.slot_bytes
-        budget = max(least_budget, int(min(wanted, least_budget + spare)) // MIB * MIB)
+        preferred = (
+            machine.ram / 2 if state != "RAM" else least_budget + 16 * whole.worker.slot_bytes
+        )
+        budget = max(least_budget, int(min(preferred, least_budget + spare)) // MIB * MIB)
         memory = with_budget(budget)
         disk = placed.file_bytes if state != "RAM" else 0
         needs = [("host memory", least.host_bytes, machine.ram)]
@@ -135,9 +137,9 @@ class Fitting:
         if state == "SSDs" and machine.disk is not None:
             needs.append(("disk", disk, machine.disk))
         lacking = tuple((where, need - room) for where, need, room in needs if need > room)
-        return Row(ask, state, memory, least.host_bytes, disk, budget, device, lacking)
+        return FitRow(ask, state, memory, least.host_bytes, disk, budget, device, lacking)
 
-    def _device_budget(self, placed: Placed, work: Work) -> int:
+    def _device_budget(self, placed: PlacedLayout, work: Work) -> int:
         """Return the device memory that is left besides temporary tensors, and at least the
         smallest device budget."""
         budgets = placed.budgets(work, "server", WHOLE, WHOLE)
@@ -149,7 +151,7 @@ class Fitting:
         free -= used["temporary tensors"] - root
         return max(least_device_budget(budgets.worker.device), int(free) // MIB * MIB)
 
-    def least_change(self, row: Row) -> str:
+    def least_change(self, row: FitRow) -> str:
         """Return the smallest change that makes the row fit."""
         if not row.lacking or any(where == "disk" for where, _ in row.lacking):
             return "; ".join(f"{show_bytes(n)} more {where}" for where, n in row.lacking)
@@ -161,7 +163,7 @@ class Fitting:
     def _lacking(self, ask: Ask, state: str) -> bool:
         return bool(self.evaluate(ask, state).lacking)
 
-    def rows(self, asks: Sequence[Ask]) -> list[Row]:
+    def rows(self, asks: Sequence[Ask]) -> list[FitRow]:
         found = [self.evaluate(ask, state) for ask in asks for state in STATES]
         return [replace(row, change=self.least_change(row)) for row in found]
 
@@ -181,7 +183,7 @@ def _smaller(ask: Ask) -> Iterator[tuple[str, Ask]]:
         yield "--dtype bf16", replace(ask, dtype="bf16")
 
 
-def speed(row: Row, cluster_file: str) -> tuple[float, float] | None:
+def speed(row: FitRow, cluster_file: str) -> tuple[float, float] | None:
     """Predict the lowest and the highest tokens/s of a full fine-tune on a probed machine, whose
     blocks reach half to all of the measured rate of matrix products. Returns None where rates or
     the state's place are missing."""
@@ -217,7 +219,7 @@ def speed(row: Row, cluster_file: str) -> tuple[float, float] | None:
     return tokens / max(seconds) / SPEED_ERROR, tokens / min(seconds) * SPEED_ERROR
 
 
-def best_of(rows: Sequence[Row]) -> Row | None:
+def best_of(rows: Sequence[FitRow]) -> FitRow | None:
     """Return the row to recommend: the fastest that was measured, or else the first that fits; all
     parameters before LoRA, and this machine before a server."""
     fitting = [row for row in rows if not row.lacking]
@@ -232,7 +234,7 @@ def best_of(rows: Sequence[Row]) -> Row | None:
     )
 
 
-def command_of(row: Row, machine: Machine) -> str:
+def command_of(row: FitRow, machine: Machine) -> str:
     """Return the command, or the line of a script, that runs a row with its budgets."""
     ask, budget = row.ask, f"{row.host_budget // MIB}MiB"
     device = None if row.device_budget is None else f"{row.device_budget // MIB}MiB"
@@ -262,7 +264,7 @@ def command_of(row: Row, machine: Machine) -> str:
 _TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def text_of(rows: Sequence[Row], machine: Machine, params: int) -> str:
+def text_of(rows: Sequence[FitRow], machine: Machine, params: int) -> str:
     ask = rows[0].ask
     tokens = ask.model.shape.tokens
     of = f" of {tokens} tokens" if tokens > 1 else ""
@@ -288,11 +290,11 @@ def text_of(rows: Sequence[Row], machine: Machine, params: int) -> str:
     return "\n".join(lines)
 
 
-def _where(row: Row) -> str:
+def _where(row: FitRow) -> str:
     return {"RAM": "state in RAM", "SSDs": "state on SSDs"}.get(row.state, "state on a server")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: FitRow) -> tuple[str, ...]:
     device = show_bytes(row.memory.device_bytes) if row.memory.device else "-"
     fast = row.tokens_per_s
     return (
@@ -306,10 +308,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def as_json(rows: Sequence[Row], machine: Machine, params: int) -> dict[str, Any]:
+def as_json(rows: Sequence[FitRow], machine: Machine, params: int) -> dict[str, Any]:
     ask, best = rows[0].ask, best_of(rows)
 
-    def entry(row: Row) -> Mapping[str, Any]:
+    def entry(row: FitRow) -> Mapping[str, Any]:
         return {
             "training": row.training,
             "state": row.state,
@@ -351,7 +353,7 @@ def fit(
     dtype: str = "",
     optimizer: str = "adamw",
     rank: int = RANK,
-) -> tuple[list[Row], int]:
+) -> tuple[list[FitRow], int]:
     """Return the rows of the table, and the number of parameters. Raises ConfigError."""
     dtype = dtype or ("bf16" if machine.device else "fp32")
     for value, names, what in ((dtype, DTYPES, "dtype"), (optimizer, OPTIMIZERS, "optimizer")):
@@ -396,7 +398,7 @@ def hardware_table() -> str:
         "|---" * (len(TABLE_MODELS) + 1) + "|",
     ]
     models = {name: model_of(name, TABLE_TOKENS, lambda note: None) for name in TABLE_MODELS}
-    layouts: dict[Any, Placed] = {}
+    layouts: dict[Any, PlacedLayout] = {}
     for name, options in TABLE_MACHINES.items():
         fitting, cells = Fitting(machine_of(*options), layouts), []
         for model in models.values():

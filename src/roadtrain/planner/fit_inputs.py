@@ -148,8 +148,10 @@ def _of_function(module: str, function: str) -> FitModel:
     shape = measure.shape_of(model, *args, samples=samples, name=function)
     layout = counting.layout_of(measure.split(model), shape.hidden)
     saved = max(block.saved for block in shape.blocks)
-    known = type(model).__module__.startswith("transformers.")
-    return FitModel(function, layout, shape, saved, shape.blocks[-1].logits, transformers=known)
+    of_library = type(model).__module__.startswith("transformers.")
+    return FitModel(
+        function, layout, shape, saved, shape.blocks[-1].logits, transformers=of_library
+    )
 
 
 def model_of_function(module: str, function: str) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedLayout:
     """The parameters of a model in roadtrain's layout.
 
     `dtype`: dtype of parameters while they compute. `rank`: rank of the LoRA adapters on all
@@ -146,7 +146,7 @@ class ProcessMemory:
         return sum(self.device.values())
 
 
-def process_memory(placed: Placed, work: Work, budgets: Budgets) -> ProcessMemory:
+def process_memory(placed: PlacedLayout, work: Work, budgets: Budgets) -> ProcessMemory:
     """Predict the peak memory of a process that trains with `budgets`."""
     libraries = float(LIBRARIES + TRANSFORMERS * work.transformers)
     # `temporaries` counts torch's own gradients of the root block
@@ -176,14 +176,14 @@ def least_device_budget(device: DeviceBudgets) -> int:
     return round_up(least.total, MIB)
 
 
-def kept_inputs(placed: Placed, work: Work) -> float:
+def kept_inputs(placed: PlacedLayout, work: Work) -> float:
     """Return the bytes of the inputs of all blocks of a micro-batch, and of the root block's last
     norm and its results."""
     layout, tokens = placed.layout, float(work.samples * work.tokens)
     return tokens * layout.hidden * ITEMSIZE[placed.dtype] * (len(layout.blocks) + 2)
 
 
-def temporaries(placed: Placed, work: Work, kept: float) -> float:
+def temporaries(placed: PlacedLayout, work: Work, kept: float) -> float:
     """Return the most bytes of temporary tensors that torch holds at once, with the gradients of
     the root block. `kept`: bytes of kept inputs in the same memory."""
     layout, n, size = placed.layout, work.samples * work.tokens, ITEMSIZE[placed.dtype]

@@ -29,7 +29,7 @@ from roadtrain.planner.fit import (
     speed,
 )
 from roadtrain.planner.fit_inputs import Machine, machine_of, model_of, this_machine
-from roadtrain.planner.process_memory import Placed, Work, kept_inputs, process_memory
+from roadtrain.planner.process_memory import PlacedLayout, Work, kept_inputs, process_memory
 from roadtrain.units import GIB, MIB
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +99,7 @@ def test_the_command_runs_with_the_budget_that_was_counted(folder: Path) -> None
 def test_the_same_buffers_as_the_run() -> None:  # Rule 7
     """The least budget is accepted by `derive`, and half a MiB less is not."""
     model = model_of("GPT-2", 128, silent)
-    placed, work = Placed(model.layout), Work(1, 128)
+    placed, work = PlacedLayout(model.layout), Work(1, 128)
     least = placed.budgets(work, "SSDs", 1 << 50).least_bytes
     assert placed.budgets(work, "SSDs", least).total <= least
     with pytest.raises(Exception, match="needs at least"):
@@ -141,7 +141,7 @@ def test_more_of_anything_needs_no_less_memory() -> None:
 
 def test_lora_counts_adapters_and_frozen_weights() -> None:
     model = model_of("GPT-2", 128, silent)
-    full, lora = Placed(model.layout), Placed(model.layout, rank=16)
+    full, lora = PlacedLayout(model.layout), PlacedLayout(model.layout, rank=16)
     # c_attn, c_proj, c_fc, c_proj of 12 layers, each with (in + out) x 16
     adapters = 12 * 16 * ((768 + 2304) + (768 + 768) + (768 + 3072) * 2)
     assert lora.params(trained=True) == adapters
@@ -262,7 +262,7 @@ ssds = [{ read = "3GB/s", write = "2GB/s", capacity = "2TB" }]
 
 def test_prediction_of_a_process_has_all_parts() -> None:
     model = model_of("GPT-2", 1024, silent)
-    placed, work = Placed(model.layout), Work(1, 1024)
+    placed, work = PlacedLayout(model.layout), Work(1, 1024)
     memory = process_memory(placed, work, placed.budgets(work, "RAM", 8 * GIB))
     # the loss of 1,024 tokens over 50,257 words takes three fp32 tensors
     assert memory.host["temporary tensors"] >= 12 * 1024 * 50257
