@@ -61,6 +61,7 @@ class Option:
 
 COMMAND_GROUPS: Mapping[str, Mapping[str, Command]] = {
     "start here": {
+        "fit": Command("roadtrain.planner.fit:command", ("MODEL",)),
         "train": Command(
             "roadtrain.training.command:command", ("JOB.toml",), job_keys=True, job_word=0
         ),

@@ -24,17 +24,14 @@ of measured values.
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from roadtrain.config.catalogue import tables, template
 from roadtrain.errors import ConfigError
-from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import (
     Bytes,
     Count,
@@ -359,7 +356,7 @@ class Cluster(Section):
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file, or the template named `path`. Raises ConfigError."""
-    if not Path(path).suffix and str(path) in _templates()["cluster"]:
+    if not Path(path).suffix and str(path) in tables()["cluster"]:
         return make_cluster(template("cluster", str(path)))
     return make_cluster(read_toml(path, "cluster file"), str(path))
 
@@ -486,21 +483,3 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
     return {name: min(getattr(part, name) for part in parts) for name in names}
-
-
-def template(kind: str, name: str) -> dict[str, Any]:
-    """Return the built-in table of the device or cluster called `name`. `kind`: "device" or
-    "cluster". Raises ConfigError for an unknown name."""
-    templates = _templates()[kind]
-    if name not in templates:
-        raise ConfigError(
-            f"no {kind} is called {name!r}",
-            hint=did_you_mean(name, templates) or f"give a table, or one of {', '.join(templates)}",
-        )
-    named = {"kind": name} if kind == "device" else {}
-    return {key: value for key, value in templates[name].items() if key != "source"} | named
-
-
-@cache
-def _templates() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files("roadtrain.config").joinpath("devices.toml").read_text())

@@ -19,13 +19,17 @@ Attention is counted in full, although the causal mask needs only half of the sc
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
+from math import prod
+from pathlib import Path
 from typing import Any
 
+from roadtrain.config.families import LATENT, ROOT, TIED, Layout, Params, layout
 from roadtrain.errors import ConfigError
 
 
@@ -289,6 +293,42 @@ def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
     return shape(name, seq_len=seq_len)
 
 
+def named_layout(name: str) -> Layout:
+    """Return the parameters of a named model. Models that are not transformers have a parameter for
+    each block. Raises ConfigError for an unknown name."""
+    own = shape(name)
+    if (found := _TRANSFORMERS.get(own.name)) is None:
+        blocks: dict[str, Params] = {
+            block.name: {block.name: (block.params,)} for block in own.blocks
+        }
+        return Layout({ROOT: {}, **blocks})
+    h, kind = (
+        found.hidden,
+        "gpt2" if not found.gated else "mixtral" if found.experts > 1 else "llama",
+    )
+    config: dict[str, Any] = {
+        "num_hidden_layers": found.layers,
+        "hidden_size": h,
+        "num_attention_heads": found.heads,
+        "num_key_value_heads": (found.kv or h) * found.heads // h,
+        "intermediate_size": found.dense_ff or found.ff or 4 * h,
+        "moe_intermediate_size": found.ff,
+        "max_position_embeddings": found.positions,
+        "vocab_size": found.vocab,
+        "tie_word_embeddings": found.tied,
+        "num_local_experts": found.experts,
+        "num_experts_per_tok": found.active,
+        "attn_pdrop": 0.0,
+    }
+    if found.latent:
+        kind, config = "deepseek_v3", {**config, **dict(zip(LATENT, found.latent))}
+        config |= {"n_routed_experts": found.experts, "n_shared_experts": found.shared}
+        config |= {"first_k_dense_replace": found.dense}
+    made = layout({**config, "model_type": kind}, config)
+    assert made is not None, own.name
+    return made
+
+
 def shape(name: str, **changes: Any) -> ModelShape:
     """Return the shape of a named model. `name` ignores case and may have `_` for `-`. `changes`:
     fields of Transformer that differ from the published values, such as `seq_len`, `layers` or
@@ -322,11 +362,6 @@ KEYS = {  # the common name of a key in transformers -> its names in Hugging Fac
     "vocab_size": ("vocab_size",),
 }
 TOKENS = 4096  # number of tokens per sample if no length is given
-# model types whose parameters the formula counts exactly -> whether embeddings are tied by default
-_EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
-# keys of parts that the formula does not count
-_NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
-_COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of the model's modules"
 
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
@@ -359,31 +394,52 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     """Compute by formula the shape of the model that a Hugging Face config (a config.json)
     describes.
 
-    The formula is exact for a few architectures only. For the others, this function raises
+    The formula is exact for the families in config/families.py. For others, this function raises
     ConfigError; use `planner/model_config.py`, which counts the parameters of the model's modules.
     Also raises ConfigError if a required key is missing.
     """
     kind = str(config.get("model_type", ""))
-    if kind not in _EXACT:
+    layout = layout_of_config(config)
+    if layout is None:
         raise ConfigError(
             "no formula gives the number of parameters of a"
-            f" `{kind or 'model without model_type'}`",
+            f" `{kind or 'model without model_type'}`"
+            + (" with these keys" if kind in TIED else ""),
             hint="`pip install 'roadtrain[hf]'` to count the model's modules; or give --model"
             " MODULE:FUNCTION",
         )
-    if uncounted := next((key for key in _NEVER if config.get(key)), None):
+    longest = sizes_of(config, kind)["max_position_embeddings"]
+    tokens, notes = chosen_length(seq_len, longest or None)
+    return shape_of_layout(layout, tokens, kind, tuple(notes))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a Hugging Face config.json. Raises ConfigError."""
+    try:
+        config = json.loads(path.read_text())
+    except OSError as cause:
+        raise ConfigError(f"cannot read {path}: {cause.strerror}") from cause
+    except ValueError as cause:
+        raise ConfigError(f"{path} cannot be parsed as JSON: {cause}") from cause
+    if not isinstance(config, dict):
         raise ConfigError(
-            f"the `{kind}` formula does not count the config's `{uncounted}`", hint=_COUNT_MODULES
+            f"{path} is not a model's config: {str(config)[:40]!r}",
+            hint="give a Hugging Face config.json",
         )
-    found, gated = _sizes(config, kind), kind != "gpt2"
+    return config
+
+
+def layout_of_config(config: Mapping[str, Any]) -> Layout | None:
+    """Return the names and shapes of the parameters of the model that a Hugging Face config
+    describes, or None if no formula is exact for it. Raises ConfigError if a size is missing or
+    wrong."""
+    kind = str(config.get("model_type", ""))
+    if kind not in TIED:
+        return None
+    found = sizes_of(config, kind)
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    if hidden % heads:
+    if hidden % heads and not config.get("head_dim"):
         raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
-    if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
-        raise ConfigError(
-            f"the `{kind}` formula needs head_dim = {hidden // heads}, but the config has {head}",
-            hint=_COUNT_MODULES,
-        )
     experts = _whole(config, "num_local_experts")
     active = _whole(config, "num_experts_per_tok")
     if kind == "mixtral" and not 0 < active <= experts:
@@ -391,29 +447,53 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
             f"a `mixtral` config with {experts} experts cannot have {active} active per token",
             hint="set num_local_experts and num_experts_per_tok",
         )
-    longest = found["max_position_embeddings"]
-    tokens, notes = chosen_length(seq_len, longest or None)
-    transformer = Transformer(
-        found["num_hidden_layers"],
-        hidden,
-        heads,
-        found["vocab_size"],
-        tokens,
-        found["intermediate_size"],
-        _whole(config, "num_key_value_heads", heads) * head,
-        gated,
-        bool(config.get("tie_word_embeddings", _EXACT[kind])),
-        0 if gated else longest,
-        fused=gated,
-        biases=not gated,
-        norms=2 if gated else 4,
-        experts=experts or 1,
-        active=active or 1,
+    try:
+        return layout(config, found)
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise ConfigError(
+            f"the config of a `{kind}` cannot be read: {cause}",
+            hint="give the config.json as it was published",
+        ) from cause
+
+
+def shape_of_layout(
+    layout: Layout, tokens: int, name: str, notes: tuple[str, ...] = ()
+) -> ModelShape:
+    """Return the shape of a model for samples of `tokens` tokens from its parameters."""
+    s, h, (root, *layers) = tokens, layout.hidden, layout.blocks
+    scores = 4.0 * s * s * (layout.attention or h)
+    hidden, blocks = 2.0 * s * h, []
+    for i, block in enumerate(layers):
+        shapes = [shape for shape in layout.blocks[block].values() if len(shape) == 3]
+        experts, active = sum(map(prod, shapes)), layout.active if shapes else 0
+        saved = s * layout.saved(block, s, 2)
+        blocks.append(
+            BlockShape(
+                f"layer.{i}",
+                layout.params(block),
+                2.0 * s * layout.used(block) + scores,
+                saved,
+                hidden,
+                attention=scores,
+                experts=experts,
+                routed=hidden * active,
+                kv=4.0 * s * layout.kv,
+                whole=min(saved, 4 * hidden),
+                products=saved / 2,
+                again=s * float(layout.used(block)),
+                matrices=shapes[0][0] if shapes else 1,
+            )
+        )
+    rest = layout.params(root)
+    after = rest - sum(prod(layout.blocks[root][name]) for name in layout.tables)
+    embedding = BlockShape("embedding", rest - after, 0.0, hidden, 8.0 * s)
+    output = BlockShape(
+        "output", after, hidden * layout.vocab, hidden, hidden, logits=1.0 * s * layout.vocab
     )
-    return replace(transformer.shape(kind), notes=tuple(notes))
+    return ModelShape(name, (embedding, *blocks, output), s, h, layout.heads, notes)
 
 
-def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
+def sizes_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     """Return the sizes of a model by Hugging Face's usual names, such as "hidden_size"; missing
     optional keys are 0. Raises ConfigError if a required key is missing."""
     found = {

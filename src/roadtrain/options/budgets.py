@@ -89,6 +89,7 @@ class Budgets:
     worker: WorkerBudgets
     records: RecordBudgets  # of all servers of the process together
     host_bytes: int  # the budget
+    least_bytes: int = 0  # the smallest budget with which the job runs
 
     @property
     def total(self) -> int:
@@ -272,6 +273,7 @@ def derive(
         worker,
         RecordBudgets(servers * per_server, record, size.scratch, resident, public, kept),
         host_bytes,
+        least,
     )
 
 

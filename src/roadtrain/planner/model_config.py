@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roadtrain.config.families import ROOT, Layout
 from roadtrain.config.models import KEYS, BlockShape, ModelShape, chosen_length
 from roadtrain.errors import ConfigError
 from roadtrain.planner.measure import Counts, count_forward
@@ -85,6 +86,13 @@ def shape_of_config(
     Raises ConfigError if transformers is not installed or does not know the model, if a key that
     determines the size is missing, or if the forward pass cannot run without data.
     """
+    return counted(config, seq_len=seq_len, name=name)[1]
+
+
+def counted(
+    config: Mapping[str, Any], *, seq_len: int | None = None, name: str = ""
+) -> tuple[Layout, ModelShape]:
+    """Return the parameters of the model, and what `shape_of_config` returns."""
     kind = str(config.get("model_type") or "")
     made, guessed = _config(kind, config)
     text = made.get_text_config(decoder=True)
@@ -126,14 +134,16 @@ def shape_of_config(
             f"{'images' if half is None else 'token ids'} alone: their time is not counted"
         )
     heads = getattr(text, "num_attention_heads", None) or 0
-    return ModelShape(
-        name or kind,
-        blocks,
-        tokens,
-        whole.hidden,
-        heads if isinstance(heads, int) else 0,
-        tuple(notes),
-    )
+    heads = heads if isinstance(heads, int) else 0
+    shape = ModelShape(name or kind, blocks, tokens, whole.hidden, heads, tuple(notes))
+    return layout_of(parts, whole.hidden, getattr(text, "vocab_size", None) or 0), shape
+
+
+def layout_of(parts: Split, hidden: int, vocab: int = 0) -> Layout:
+    """Return the parameters of a model that was divided into blocks."""
+    blocks = {part.name: {n: tuple(p.shape) for n, p in part.params} for part in parts.blocks}
+    root = {name: tuple(p.shape) for name, p in parts.root.params}
+    return Layout({ROOT: root, **blocks}, vocab=vocab, hidden=hidden)
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -13,15 +13,22 @@ import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
-from roadtrain.config.models import ModelShape, from_config, named_shape
+from roadtrain.config.models import (
+    ModelShape,
+    from_config,
+    layout_of_config,
+    named_shape,
+    read_config,
+)
 from roadtrain.config.plan_file import Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
+from roadtrain.planner.fit_inputs import model_of_function
 from roadtrain.planner.trace_events import trace_events
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.compute import constants as named
@@ -74,20 +81,10 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
         path = path / "config.json"
     if path.suffix != ".json":
         return named_shape(name, seq_len)
-    try:
-        config = loads(path.read_text())
-    except OSError as cause:
-        raise ConfigError(f"cannot read {path}: {cause.strerror}") from cause
-    except ValueError as cause:
-        raise ConfigError(f"{path} cannot be parsed as JSON: {cause}") from cause
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"{path} is not a model's config: {str(config)[:40]!r}",
-            hint="give a Hugging Face config.json",
-        )
-    # count the model's modules; if transformers is not installed, use the formula if it is exact
+    config = read_config(path)
     installed = importlib.util.find_spec("transformers") is not None
-    found = (counted_modules if installed else from_config)(config, seq_len=seq_len)
+    exact = layout_of_config(config) is not None or not installed
+    found = (from_config if exact else counted_modules)(config, seq_len=seq_len)
     return replace(found, name=path.resolve().parent.name or str(path))
 
 
@@ -101,13 +98,7 @@ def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
 
 def _from_function(module: str, function: str) -> ModelShape:
     """Return the shape of the model that MODULE:FUNCTION returns. Imports torch."""
-    try:
-        model, *args = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, TypeError, ValueError) as cause:
-        raise ConfigError(
-            f"{module}:{function} does not return a model and arguments: {cause}",
-            hint="give a function without arguments that returns (model, batch, ...)",
-        ) from cause
+    model, *args = model_of_function(module, function)
     measured: ModelShape = importlib.import_module("roadtrain.planner.measure").shape_of(
         model, *args, samples=len(args[0]) if args else 1, name=function
     )

@@ -137,9 +137,10 @@ def test_impossible_models_are_refused() -> None:
     assert from_config(whole).params > 0
     for more, message in (
         ({"hidden_size": 4097}, "hidden_size 4097 is not divisible by 32 heads"),
-        ({"head_dim": 256}, "needs head_dim = 128, but the config has 256"),
-        ({"attention_bias": True}, "does not count the config's `attention_bias`"),
-        ({"model_type": "qwen3"}, "no formula gives the number of parameters of a `qwen3`"),
+        ({"add_cross_attention": True}, "parameters of a `llama` with these keys"),
+        ({"model_type": "qwen3"}, "parameters of a `qwen3` with these keys"),
+        ({"model_type": "gptj"}, "no formula gives the number of parameters of a `gptj`"),
+        ({"head_dim": "wide"}, "the config of a `llama` cannot be read"),
         ({"model_type": "mixtral"}, "with 0 experts cannot have 0 active per token"),
         ({"model_type": ""}, "model without model_type"),
         ({"vocab_size": None}, "has none of vocab_size"),

@@ -111,7 +111,7 @@ def test_place() -> None:
 
 def test_commands() -> None:
     assert {title: list(group) for title, group in cli.COMMAND_GROUPS.items()} == {
-        "start here": ["train", "doctor"],
+        "start here": ["fit", "doctor", "train"],
         "run": ["serve", "launch", "export", "import"],
         "look": ["status", "show"],
         "plan": ["probe", "plan", "simulate", "calibrate"],

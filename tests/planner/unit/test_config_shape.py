@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from roadtrain import cli
+from roadtrain.config.families import TIED
 from roadtrain.config.models import ModelShape, from_config, shape
 from roadtrain.errors import ConfigError
 from roadtrain.planner import simulate
@@ -428,15 +429,16 @@ def test_a_token_takes_the_active_parameters(name: str, active: float) -> None:
 
 @pytest.mark.slow
 def test_the_formula_is_used_only_where_it_is_exact() -> None:
-    for name in ("Llama-3.1-8B", "Mistral-7B", "Mixtral-8x7B", "gpt2"):
+    for name in ("Llama-3.1-8B", "Mistral-7B", "Mixtral-8x7B", "gpt2", "DeepSeek-V2-Lite"):
         kind, config, _ = PUBLISHED[name]
         model = from_config({"model_type": kind, **config}, seq_len=1000)
         assert [b.params for b in model.blocks] == [b.params for b in found(name, 1000).blocks]
-    for kind, config, _ in PUBLISHED.values():
-        if kind not in ("llama", "mistral", "mixtral", "gpt2"):
-            with pytest.raises(
-                ConfigError, match=f"no formula gives the number of parameters of a `{kind}`"
-            ):
+    for kind, config, params in PUBLISHED.values():
+        if kind in TIED:
+            assert from_config({"model_type": kind, **config}).params == pytest.approx(params, 1e-6)
+        else:
+            message = f"no formula gives the number of parameters of a `{kind}`"
+            with pytest.raises(ConfigError, match=message):
                 from_config({"model_type": kind, **config})
 
 
@@ -514,12 +516,12 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The formula is used where it is exact; otherwise the error names the model and a remedy."""
     monkeypatch.setattr(simulate.importlib.util, "find_spec", lambda name: None)
     for name, (kind, config, params) in PUBLISHED.items():
-        if name in ("Llama-3.1-8B", "Qwen3-30B-A3B"):
+        if name in ("Llama-3.1-8B", "gpt-oss-20b"):
             (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
             if kind == "llama":
                 assert load_model(str(tmp_path), 1024).params == params
                 continue
-            with pytest.raises(ConfigError, match="parameters of a `qwen3_moe`") as caught:
+            with pytest.raises(ConfigError, match="parameters of a `gpt_oss`") as caught:
                 load_model(str(tmp_path))
             assert "roadtrain[hf]" in caught.value.hint
 

@@ -1,0 +1,262 @@
+"""The two things that `roadtrain fit` is asked about: a model and a machine.
+
+A model's parameters come from the first of these sources that has them: the formula of its family,
+the headers of its safetensors files, or its modules, which transformers builds on `meta`. Only the
+last source, and MODULE:FUNCTION, import torch. The machine is this one, as the system describes it,
+or the one that the options describe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from roadtrain.config.catalogue import device_name, template
+from roadtrain.config.families import TIED, Layout, of_tensors
+from roadtrain.config.models import (
+    ModelShape,
+    chosen_length,
+    layout_of_config,
+    named_layout,
+    named_shape,
+    read_config,
+    shape_of_layout,
+    sizes_of,
+)
+from roadtrain.errors import ConfigError
+from roadtrain.storage.safetensors_io import open_dir
+from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes
+
+Report = Callable[[str], None]
+_CGROUPS = (  # limit and use of memory, in version 2 and version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+USABLE = 0.9  # fraction of a described machine's memory; the rest is the system's
+_SSD = re.compile(r"(?:(\d+)\s*x)?\s*([\d.]+\s*\w+/s)?,?\s*([\d.]+\s*\w+)?")
+
+
+@dataclass(frozen=True)
+class FitModel:
+    """A model for `fit`. `saved`: bytes per sample, with 16-bit elements, that the backward of the
+    largest block needs, if they were measured in a forward pass. `pretrained`: directory with a
+    config.json, for `roadtrain train`; "" if only place() trains this model."""
+
+    name: str
+    layout: Layout
+    shape: ModelShape
+    saved: float = 0.0
+    logits: float = 0.0
+    pretrained: str = ""
+    transformers: bool = True
+
+    def with_tokens(self, tokens: int) -> FitModel:
+        """Return the model with samples of another length."""
+        if self.saved:
+            return self
+        return replace(self, shape=replace(self.shape, tokens=tokens))
+
+
+def model_of(name: str, seq_len: int | None, report: Report) -> FitModel:
+    """Return the model called `name`, and report assumptions. Raises ConfigError and ModelError.
+
+    Args:
+        name: The name of a shape, a config.json, a directory with a config.json or safetensors
+            files, a safetensors file, or MODULE:FUNCTION.
+        seq_len: The number of tokens of a sample. If None, a default is used and reported.
+        report: A function that is called with each line for the user.
+    """
+    module, _, function = name.partition(":")
+    path = Path(name)
+    if function and "/" not in name:
+        if seq_len is not None:
+            raise ConfigError(
+                f"{name} provides its own samples, so --seq-len {seq_len} would have no effect",
+                hint="omit --seq-len",
+            )
+        return _of_function(module, function)
+    config_file = path / "config.json" if path.is_dir() else path
+    has_headers = path.suffix == ".safetensors" or any(path.glob("*.safetensors"))
+    if config_file.suffix == ".json" and (config_file.exists() or not has_headers):
+        model = _of_config(config_file, has_headers and path.is_dir(), seq_len, report)
+    elif has_headers:
+        layout = of_tensors(_shapes(path))
+        model = _with_length(path.stem, layout, None, seq_len, report)
+        model = replace(model, transformers=False)
+    else:
+        layout, shape = named_layout(name), named_shape(name, seq_len)
+        if shape.tokens == 1:
+            saved = max(block.saved for block in shape.blocks)
+            return FitModel(shape.name, layout, shape, saved, transformers=False)
+        model = FitModel(shape.name, layout, shape)
+        for note in shape.notes:
+            report(note)
+    return model
+
+
+def _of_config(path: Path, has_headers: bool, seq_len: int | None, report: Report) -> FitModel:
+    config = read_config(path)
+    kind, name = str(config.get("model_type") or ""), path.resolve().parent.name
+    pretrained = str(path.parent) if has_headers else str(path)
+    if (layout := layout_of_config(config)) is not None:
+        longest = sizes_of(config, kind)["max_position_embeddings"]
+        model = _with_length(name, layout, longest, seq_len, report)
+        return replace(model, pretrained=pretrained)
+    why = f"no formula for a `{kind}`" + " with these keys" * (kind in TIED)
+    if has_headers:
+        report(f"{why}: its parameters are read from the headers of its safetensors files")
+        tied = bool(config.get("tie_word_embeddings"))
+        layout = of_tensors(_shapes(path.parent), tied)
+        length = config.get("max_position_embeddings")
+        model = _with_length(name, layout, length, seq_len, report)
+        return replace(model, pretrained=pretrained)
+    report(f"{why}: counting its modules with transformers, which takes longer")
+    counting = importlib.import_module("roadtrain.planner.model_config")
+    layout, shape = counting.counted(config, seq_len=seq_len, name=name)
+    for note in shape.notes:
+        report(note)
+    saved = max(block.saved for block in shape.blocks)
+    return FitModel(name, layout, shape, saved, shape.blocks[-1].logits, pretrained)
+
+
+def _with_length(
+    name: str, layout: Layout, longest: int | None, seq_len: int | None, report: Report
+) -> FitModel:
+    tokens, notes = chosen_length(seq_len, longest or None)
+    for note in notes:
+        report(note)
+    return FitModel(name, layout, shape_of_layout(layout, tokens, name))
+
+
+def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in open_dir(path).items()}
+
+
+def _of_function(module: str, function: str) -> FitModel:
+    model, *args = model_of_function(module, function)
+    measure = importlib.import_module("roadtrain.planner.measure")
+    counting = importlib.import_module("roadtrain.planner.model_config")
+    samples = len(args[0]) if args else 1
+    shape = measure.shape_of(model, *args, samples=samples, name=function)
+    layout = counting.layout_of(measure.split(model), shape.hidden)
+    saved = max(block.saved for block in shape.blocks)
+    of_library = type(model).__module__.startswith("transformers.")
+    return FitModel(
+        function, layout, shape, saved, shape.blocks[-1].logits, transformers=of_library
+    )
+
+
+def model_of_function(module: str, function: str) -> tuple[Any, ...]:
+    """Return the model and the arguments that MODULE:FUNCTION returns. Raises ConfigError."""
+    try:
+        model, *args = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError, ValueError) as cause:
+        raise ConfigError(
+            f"{module}:{function} does not return a model and arguments: {cause}",
+            hint="give a function without arguments that returns (model, batch, ...)",
+        ) from cause
+    return (model, *args)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The memory of a machine.
+
+    Attributes:
+        name: Name for the user.
+        ram: Bytes of host memory that a job may use.
+        device: Name of the accelerator; "" if the CPUs compute, in host memory.
+        device_bytes: Bytes of one accelerator's memory.
+        disk: Bytes of free disk space; None if unknown.
+        ssds: Number of SSDs, each with a directory of its own.
+        ssd_rate: Bytes/s of all SSDs together; 0 if unknown.
+    """
+
+    name: str
+    ram: float
+    device: str = ""
+    device_bytes: float = 0.0
+    disk: float | None = None
+    ssds: int = 1
+    ssd_rate: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        disk = "disk of unknown size" if self.disk is None else f"{show_bytes(self.disk)} of disk"
+        device = (
+            f"{self.device} with {show_bytes(self.device_bytes)}" if self.device else "no device"
+        )
+        return f"{self.name}: {device}, {show_bytes(self.ram)} of memory to use, {disk}"
+
+
+def machine_of(device: str, ram: str, ssd: str) -> Machine:
+    """Return the machine that the options describe; this machine without options."""
+    machine = this_machine()
+    if not (device or ram or ssd):
+        return machine
+    if device or ram:
+        machine = Machine("the machine", machine.ram)
+    if device and device.lower() not in ("cpu", "none"):
+        name = device_name(device)
+        memory = parse_bytes(template("device", name)["memory"])
+        machine = replace(machine, name=name, device=name, device_bytes=memory)
+    if ram:
+        machine = replace(machine, ram=USABLE * parse_bytes(ram))
+    if ssd:
+        machine = replace(machine, **{"disk": None, **_ssds(ssd)})
+    return machine
+
+
+def _ssds(text: str) -> dict[str, Any]:
+    """Parse SSDs such as `2x7GB/s`, `4TB` or `2x7GB/s,2TB`."""
+    found = _SSD.fullmatch(text.strip())
+    if found is None or not any(found.groups()):
+        raise ConfigError(f"--ssd {text!r} is not a number of SSDs", hint="write 2x7GB/s,2TB")
+    count = int(found[1] or 1)
+    options: dict[str, Any] = {"ssds": count}
+    if found[2]:
+        options["ssd_rate"] = count * parse_rate(found[2])
+    if found[3]:
+        options["disk"] = float(count * parse_bytes(found[3]))
+    return options
+
+
+def this_machine() -> Machine:
+    """Return this machine, as the system describes it, without importing torch."""
+    free = float(psutil.virtual_memory().available)
+    notes = []
+    for limit, used in _CGROUPS:
+        try:
+            room = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # there is no such hierarchy, or its limit is "max"
+            continue
+        if room < free:
+            free = float(room)
+            notes.append(f"{limit} leaves {show_bytes(room)}")
+    machine = Machine("this machine", free, disk=float(shutil.disk_usage(".").free))
+    machine = replace(machine, notes=tuple(notes))
+    if (found := _nvidia()) is not None:
+        machine = replace(machine, device=found[0], device_bytes=found[1])
+    return machine
+
+
+def _nvidia() -> tuple[str, float] | None:
+    """Return the name and the free memory in bytes of the first NVIDIA device, or None."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=3, check=True).stdout
+        name, _, free = text.splitlines()[0].rpartition(",")
+        return name.strip(), float(free) * MIB
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
