@@ -112,7 +112,7 @@ def test_place() -> None:
 
 def test_commands() -> None:
     assert {title: list(group) for title, group in cli.COMMAND_GROUPS.items()} == {
-        "start here": ["train"],
+        "start here": ["init", "train", "completion"],
         "run": ["serve", "launch", "export", "import"],
         "look": ["status"],
         "plan": ["probe", "plan", "simulate", "calibrate"],
