@@ -42,7 +42,7 @@ def printed(shell: str) -> str:
 
 
 def completed(script: str, *words: str) -> list[str]:
-    """What bash offers for the last of `words`."""
+    """Return the words that bash offers for the last of `words`."""
     code = f"""{script}
 COMP_WORDS=({" ".join(f"'{word}'" for word in words)})
 COMP_CWORD={len(words) - 1}
