@@ -6,14 +6,14 @@ as a bearer token (Rule 8). Needs the package prometheus_client.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import importlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_address
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -22,7 +22,6 @@ from roadtrain.servers import frames as m
 from roadtrain.transport.tcp import Address, TcpOptions
 
 SCRAPE_S = 5.0  # limit of each read and write of a connection
-SCRAPERS = 4  # connections that are answered at once
 Expose = Callable[[Callable[[], m.Status]], Any]
 GAUGES = (  # the name, a field of Figures, the help text
     ("step", "step", "Newest step that all workers have ended; -1 without a session"),
@@ -34,7 +33,7 @@ GAUGES = (  # the name, a field of Figures, the help text
 )
 
 
-@contextmanager
+@contextlib.contextmanager
 def exposed(
     where: Address,
     options: TcpOptions,
@@ -46,19 +45,26 @@ def exposed(
     `options`: the token and TLS certificate of the server. Raises ConfigError if the library is
     missing, the address cannot be used, or it is no loopback address and there is no token.
     """
-    library, registry = _library("prometheus_client"), _library("prometheus_client.registry")
-    if options.token is None and not _is_loopback(where[0]):
+    try:
+        library = importlib.import_module("prometheus_client")
+    except ImportError as error:
+        raise ConfigError(
+            f"--metrics needs the package prometheus_client: {error}",
+            hint="pip install 'roadtrain[prometheus]'",
+        ) from error
+    numbers = library.CollectorRegistry(auto_describe=False)
+    numbers.register(_Collector(status))
+    app = _guarded(library.make_wsgi_app(numbers), options.token)
+    try:
+        server = make_server(*where, app, _Server, _Handler)
+    except OSError as error:
+        raise ConfigError(f"--metrics {where[0]}:{where[1]}: {error.strerror}") from error
+    if options.token is None and not ip_address(str(server.server_address[0])).is_loopback:
+        server.server_close()
         raise ConfigError(
             f"--metrics {where[0]}:{where[1]} is not a loopback address, and there is no token",
             hint="add --token-file, whose token Prometheus sends as a bearer token",
         )
-    numbers = registry.CollectorRegistry(auto_describe=False)
-    numbers.register(_Collector(status))
-    app = _guarded(library.make_wsgi_app(numbers), options.token)
-    try:
-        server = make_server(*where, app, _PoolServer, _Handler)
-    except OSError as error:
-        raise ConfigError(f"--metrics {where[0]}:{where[1]}: {error.strerror}") from error
     if options.tls is not None:
         context = options.tls.context(server=True)
         server.socket = context.wrap_socket(
@@ -77,23 +83,6 @@ def exposed(
         server.server_close()
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"--metrics needs the package prometheus_client: {error}",
-            hint="pip install 'roadtrain[prometheus]'",
-        ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _guarded(app: Any, token: bytes | None) -> Any:
     """Return a WSGI application that refuses requests without the token."""
 
@@ -107,28 +96,13 @@ def _guarded(app: Any, token: bytes | None) -> Any:
     return answer
 
 
-class _PoolServer(WSGIServer):
-    """Answers a few connections at once. A client that stalls loses its connection (Rule 5)."""
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
 
-    def server_bind(self) -> None:
-        self._pool = ThreadPoolExecutor(SCRAPERS, thread_name_prefix="scrape")
-        super().server_bind()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._pool.submit(self._answer, request, client_address)
-
-    def _answer(self, request: Any, client_address: Any) -> None:
-        try:
-            request.settimeout(SCRAPE_S)
-            self.finish_request(request, client_address)
-        except OSError:  # the client has gone, stalls, or speaks no TLS
-            pass
-        finally:
-            self.shutdown_request(request)
-
-    def server_close(self) -> None:
-        super().server_close()
-        self._pool.shutdown()
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(SCRAPE_S)  # a client that stalls loses its connection (Rule 5)
+        with contextlib.suppress(OSError):  # the client has gone, stalls, or speaks no TLS
+            super().finish_request(request, client_address)
 
 
 class _Handler(WSGIRequestHandler):
@@ -145,7 +119,7 @@ class _Collector:
         self._status = status
 
     def collect(self) -> Iterator[Any]:
-        core = _library("prometheus_client.core")
+        core = importlib.import_module("prometheus_client.core")
         _, waits, seconds, figures = self._status()
         for name, field, text in GAUGES:
             yield core.GaugeMetricFamily(f"roadtrain_{name}", text, getattr(figures, field))

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roadtrain.options.schema import flat
+
 BLOCK = 32 << 10
 PROJECT = "roadtrain"  # name of the project or experiment, unless the library's environment sets it
 
@@ -156,7 +158,7 @@ def _open_mlflow(run: TrackedRun) -> OpenRun:
         tags = {"roadtrain": run.id} | {f"lossy.{key}": text for key, text in run.lossy.items()}
         made = client.create_run(experiment, run_name=run.directory.name, tags=tags)
         number = made.info.run_id
-        params = [entities.Param(key, str(value)) for key, value in _leaves(run.config).items()]
+        params = [entities.Param(key, str(value)) for key, value in flat(run.config).items()]
         client.log_batch(number, params=params[:100])
 
     def log(step: int, numbers: Mapping[str, float]) -> None:
@@ -167,14 +169,6 @@ def _open_mlflow(run: TrackedRun) -> OpenRun:
     return OpenRun(
         f"mlflow ui --backend-store-uri {uri}", log, lambda: client.set_terminated(number)
     )
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping)
-        out |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return out
 
 
 # how to open a run, and the modules that it needs

@@ -101,7 +101,7 @@ CONFIG_WORDS = {
     "tensorboard": ("hidden_size", "keep"),
     "wandb": ("hidden_size", "lossy: keep 0.5"),
     "trackio": ("hidden_size", '"lossy":{"keep":0.5'),
-    "mlflow": ("model.config.hidden_size", "'lossy.keep': '0.5'"),
+    "mlflow": ("hidden_size", "'lossy.keep': '0.5'"),
 }
 
 
