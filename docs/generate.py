@@ -64,6 +64,7 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
     "roadtrain.Downcast": (),
     "roadtrain.Delay": (),
     "roadtrain.Lion": (),
+    "roadtrain.Trackers": ("log", "close"),
     "roadtrain.parallelize": (),
     "roadtrain.ParallelOptions": (),
     "roadtrain.Parallelism": (),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from roadtrain.stages.parallelize import parallelize
     from roadtrain.stages.stage_model import MicroBatch
     from roadtrain.switch.options import FanIn, SwitchNode
+    from roadtrain.training.trackers import Trackers
 
 __all__ = [
     "Delay",
@@ -39,6 +40,7 @@ __all__ = [
     "Summation",
     "SwitchNode",
     "TopK",
+    "Trackers",
     "parallelize",
     "place",
     "sum_fsdp",
@@ -56,6 +58,7 @@ _HOMES = {
     "Downcast": "roadtrain.options.lossy",
     "Delay": "roadtrain.options.lossy",
     "PlacedOptimizer": "roadtrain.placement.optimizer",
+    "Trackers": "roadtrain.training.trackers",
     "parallelize": "roadtrain.stages.parallelize",
     "ParallelOptions": "roadtrain.stages.parallel_options",
     "Parallelism": "roadtrain.stages.parallelism",

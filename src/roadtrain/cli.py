@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,10 +63,12 @@ class Option:
 COMMAND_GROUPS: Mapping[str, Mapping[str, Command]] = {
     "start here": {
         "fit": Command("roadtrain.planner.fit:command", ("MODEL",)),
+        "doctor": Command("roadtrain.doctor.doctor_command:command", ("[JOB.toml]",), job_word=0),
+        "init": Command("roadtrain.config.init_job:command", ("[MODEL]",)),
         "train": Command(
             "roadtrain.training.command:command", ("JOB.toml",), job_keys=True, job_word=0
         ),
-        "doctor": Command("roadtrain.doctor.doctor_command:command", ("[JOB.toml]",), job_word=0),
+        "completion": Command("roadtrain.cli:completion", ("SHELL",)),
     },
     "run": {
         "serve": Command("roadtrain.servers.serve:command", ("HOST:PORT",)),
@@ -298,6 +301,68 @@ def _command_help(name: str) -> str:
         for key, default, text in importlib.import_module("roadtrain.config.job").all_keys():
             lines.append(f"  --{key + ' ':26}{text}{f' [{default}]' if default else ''}")
     return "\n".join(lines)
+
+
+BASH = """\
+_roadtrain() {{
+  local words=
+  if [ "$COMP_CWORD" = 1 ]; then
+    words="{commands}"
+  else
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+  fi
+  case "${{COMP_WORDS[COMP_CWORD]}}" in
+    -*) ;;
+    *) [ "$COMP_CWORD" -gt 2 ] && words= ;;  # a file
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _roadtrain roadtrain
+"""
+
+
+def completion(shell: str) -> int:
+    """Print a script by which SHELL (bash, zsh or fish) completes commands, options, job keys and
+    files.
+
+    `eval "$(roadtrain completion bash)"` in ~/.bashrc, the same with zsh in ~/.zshrc, or `roadtrain
+    completion fish | source` in config.fish.
+    """
+    words: dict[str, dict[str, str]] = {}  # the first word of a command -> words after it
+    for name, command in COMMANDS.items():
+        first, _, second = name.partition(" ")
+        own = words.setdefault(first, {})
+        own |= {second: summary_of(command.target)} if second else {}
+        if not command.target.startswith("benchmarks.") or _has_benchmarks():
+            own |= {_typed(k): option.text for k, option in options_of(command.target).items()}
+        if command.job_keys:
+            keys = importlib.import_module("roadtrain.config.job").all_keys()
+            own |= {f"--{key}": text for key, _, text in keys}
+    if shell in ("bash", "zsh"):
+        cases = "\n".join(
+            f'      {first}) words="{" ".join(own)}" ;;' for first, own in words.items()
+        )
+        both = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+        print((both if shell == "zsh" else "") + BASH.format(commands=" ".join(words), cases=cases))
+        return 0
+    if shell != "fish":
+        raise unknown_name("shell", shell, ("bash", "zsh", "fish"))
+    print(f"complete -c roadtrain -n __fish_use_subcommand -f -a {shlex.quote(' '.join(words))}")
+    for first, own in words.items():
+        for word, text in own.items():
+            kind = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
+            inside = f"'__fish_seen_subcommand_from {first}'"
+            print(f"complete -c roadtrain -n {inside} {kind} -d {shlex.quote(text)}")
+    return 0
+
+
+def _has_benchmarks() -> bool:
+    try:
+        return bool(_find_benchmarks())
+    except ConfigError:
+        return False
 
 
 def _typed(key: str) -> str:

@@ -1,15 +1,19 @@
-"""Repeat an action until it succeeds, or undo an action that failed."""
+"""Repeat an action until it succeeds, undo an action that failed, or show that it goes on."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 SAY_SOON_S = 3.0  # seconds from the start of a wait to its first report
 SAY_S = 10.0  # seconds between two reports of a wait
+SLOW_S = 2.0  # seconds of work after which its progress is shown
 
 
 def retry(
@@ -49,3 +53,43 @@ def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+@contextmanager
+def slow_work(
+    what: str, total: int | None = None, report: Callable[[str], None] = print
+) -> Iterator[Callable[[int], None]]:
+    """Show that work goes on, once it has taken two seconds: a bar on a terminal, else one line.
+
+    The target is a function that adds to the part of `total` that is done.
+    """
+    done, bars = 0, list[Any]()
+
+    def show() -> None:
+        if os.environ.get("RANK", "0") != "0":
+            return
+        console = importlib.import_module("rich.console").Console(stderr=True)
+        if not console.is_terminal:
+            report(f"{what} ...")
+            return
+        bar = importlib.import_module("rich.progress").Progress(console=console, transient=True)
+        bar.add_task(what, total=total, completed=done)
+        bar.start()
+        bars.append(bar)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        for bar in bars:
+            bar.update(bar.task_ids[0], completed=done)
+
+    timer = threading.Timer(SLOW_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield advance
+    finally:
+        timer.cancel()
+        timer.join()
+        for bar in bars:
+            bar.stop()

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import tomli_w
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -34,6 +34,7 @@ from roadtrain.options.schema import (
     SizeText,
     Texts,
     Whole,
+    as_list,
     checked,
     keys_of,
     meaning_of,
@@ -45,6 +46,10 @@ from roadtrain.options.schema import (
 from roadtrain.stages.job_parallelism import ParallelismSection, Stages
 from roadtrain.switch.options import WINDOW, WINDOWS, FanIn, SwitchNode, Wire
 from roadtrain.units import parse_bytes
+
+TrackerNames = Annotated[
+    list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], BeforeValidator(as_list)
+]
 
 
 class RunSection(Section):
@@ -64,6 +69,8 @@ class RunSection(Section):
     """start from the store as it is, or create a new one, even if the run has trained further"""
     log_every: Count = 1
     """number of steps between two printed lines, if no progress bar can be drawn"""
+    report_to: TrackerNames = []
+    """trackers that get each committed step: tensorboard, wandb, trackio, mlflow"""
 
 
 class ModelSection(Section):
@@ -442,7 +449,7 @@ def _value(key: str, text: str) -> Any:
             return float(value)  # such as `.01`
     if kind in (list[Count], Stages) and isinstance(value, str) and _NUMBERS.fullmatch(value):
         return [int(piece) for piece in value.split(",")]
-    if kind in (list[str], Texts | None) and isinstance(value, str):
+    if kind in (list[str], Texts | None, get_args(TrackerNames)[0]) and isinstance(value, str):
         return [piece for piece in value.split(",") if piece]
     return value
 

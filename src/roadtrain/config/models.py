@@ -207,7 +207,7 @@ def _published() -> Iterator[tuple[str, Transformer]]:
             yield name, Transformer(**shared | own)
 
 
-_TRANSFORMERS = dict(_published())
+TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
@@ -274,7 +274,7 @@ def _dlrm() -> ModelShape:
 
 
 _OTHERS = {"VGG-16": _vgg16, "ResNet-50": _resnet50, "DLRM-Kaggle": _dlrm}
-NAMES = (*_TRANSFORMERS, *_OTHERS)
+NAMES = (*TRANSFORMERS, *_OTHERS)
 
 
 def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
@@ -285,11 +285,11 @@ def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
     if seq_len is None:
         note = f"samples of {own.tokens} tokens (as published; change with --seq-len)"
         return replace(own, notes=(note,) if own.tokens > 1 else ())
-    if own.name not in _TRANSFORMERS:
+    if own.name not in TRANSFORMERS:
         raise ConfigError(
             f"samples of {own.name} have no tokens, but seq_len is {seq_len}", hint="omit --seq-len"
         )
-    chosen_length(seq_len, _TRANSFORMERS[own.name].positions or None)
+    chosen_length(seq_len, TRANSFORMERS[own.name].positions or None)
     return shape(name, seq_len=seq_len)
 
 
@@ -339,7 +339,7 @@ def shape(name: str, **changes: Any) -> ModelShape:
         return _OTHERS[found]()
     if found is not None:
         changed = {field: value for field, value in changes.items() if value is not None}
-        return replace(_TRANSFORMERS[found], **changed).shape(found)
+        return replace(TRANSFORMERS[found], **changed).shape(found)
     near = [n for n in NAMES if key.split("-")[0] == n.lower().split("-")[0]]
     names = f"available are {', '.join(near or NAMES)}"
     raise ConfigError(

@@ -12,17 +12,40 @@ files, which contain the old code of `widen` or `put`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import event
 from numba.extending import intrinsic, overload
 
 from roadtrain.chunks import ITEMSIZE, SEGMENT
 from roadtrain.errors import RuleError
 
 NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
+
+
+class _SayCompiling(event.Listener):
+    """Prints a line when the first kernel of this process is not in numba's cache."""
+
+    is_silent = False
+
+    def on_start(self, event: Any) -> None:
+        function = event.data["dispatcher"].py_func
+        if not self.is_silent and function.__module__.startswith("roadtrain"):
+            self.is_silent = True
+            print(
+                "roadtrain: compiling kernels for this processor; later starts load them from a"
+                " cache",
+                file=sys.stderr,
+            )
+
+    def on_end(self, event: Any) -> None: ...
+
+
+event.register("numba:compile", _SayCompiling())  # type: ignore[no-untyped-call]
 
 
 def kernel(function: Any) -> Any:

@@ -145,11 +145,12 @@ SizeText = Annotated[str, BeforeValidator(refusing(_size_text))]  # such as `1.5
 RateText = Annotated[str, AfterValidator(refusing(_rate_text))]  # such as `400Mbit/s`
 
 
-def _as_list(value: object) -> object:
+def as_list(value: object) -> object:
+    """Put a single text into a list; return other values unchanged."""
     return [text for text in (value,) if text] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[str], BeforeValidator(_as_list)]  # a single text is accepted too
+Texts = Annotated[list[str], BeforeValidator(as_list)]  # a single text is accepted too
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from roadtrain.errors import LoopError
+from roadtrain.placement import interrupts
 from roadtrain.placement.session_plan import Request, SessionPlan
 from roadtrain.placement.state_dicts import ModelStates
 from roadtrain.placement.stored_optimizer import StoredOptimizer
@@ -103,6 +104,7 @@ class PlacedOptimizer(StoredOptimizer):
         me = weakref.ref(self)
         self._at_exit = lambda: _close_quietly(me())
         atexit.register(self._at_exit)
+        interrupts.begin()
         _live.add(self)
         self._made = id(self)
 
@@ -439,6 +441,8 @@ class PlacedOptimizer(StoredOptimizer):
         """Close without committing further steps."""
         atexit.unregister(self._at_exit)
         _live.discard(self)
+        if not _live:
+            interrupts.end()
         self._closed = True
         self.zero_grad()  # gradients that no step will use
         self.root.close()
@@ -464,18 +468,29 @@ class PlacedOptimizer(StoredOptimizer):
     def __enter__(self) -> PlacedOptimizer:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._close_after(kind is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close_after(kind)
 
-    def _close_after(self, failed: bool) -> None:
-        """Close the optimizer after the loop.
+    def _close_after(self, kind: type[BaseException] | None) -> None:
+        """Close the optimizer after the loop. `kind`: the type of the error that ended the loop.
 
-        If the loop has `failed` and a scheduler is tracked, the last step is abandoned: the error
-        may have prevented scheduler.step().
+        If the loop has failed and a scheduler is tracked, the last step is abandoned: the error may
+        have prevented scheduler.step().
         """
-        if failed and self.job_state.has_schedule:
+        if kind is not None and self.job_state.has_schedule:
             self.abandon()
-        self.close()
+        if self._closed or not interrupts.ended_by(kind):
+            self.close()
+            return
+        self._worker.deadline_s = min(self._worker.deadline_s, interrupts.DEADLINE_S)
+        with interrupts.second_ends_at_once():
+            _close_and_say(self)
+        if self.group.rank == 0:
+            where = "RAM, and is lost" if self.request.in_memory else self.reference["where"]
+            self._report(
+                f"roadtrain: interrupted; step {self.committed_step} is committed in {where};"
+                f" {interrupts.command()}"
+            )
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
@@ -545,4 +560,6 @@ def _compiles(module: nn.Module, blocks: set[nn.Module]) -> bool:
 def _close_quietly(placed: PlacedOptimizer | None) -> None:
     if placed is not None:
         with contextlib.suppress(Exception):
-            placed._close_after(getattr(sys, "last_value", None) is not None)
+            placed._close_after(
+                interrupts.Terminated if interrupts.terminated else getattr(sys, "last_type", None)
+            )

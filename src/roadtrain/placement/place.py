@@ -42,7 +42,7 @@ from roadtrain.placement.session_plan import (
     plan_session,
 )
 from roadtrain.placement.stores import Files, Memory, Servers, store_of
-from roadtrain.retry import undone_on_error
+from roadtrain.retry import slow_work, undone_on_error
 from roadtrain.servers.session import JobSession
 from roadtrain.storage.convert import MASTER, Source
 from roadtrain.storage.generation import OpenedStore
@@ -264,13 +264,17 @@ def _fill(
     """
     session, groups = placed.session, placed.param_groups
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
-    for block, part in zip(plan.table.blocks, (parts.root, *parts.blocks)):
-        if on_meta:
-            materialize(part, parts, init, values=session.new and not initial, loaded=initial)
-        if session.new:
-            session.fill(block, _source(part, initial), groups)
-        if block.index:
-            release(part.params)
+    pairs = list(zip(plan.table.blocks, (parts.root, *parts.blocks)))
+    what = "writing the first values" if session.new else "preparing the blocks"
+    with slow_work(what, len(pairs), plan.request.report) as advance:
+        for block, part in pairs:
+            if on_meta:
+                materialize(part, parts, init, values=session.new and not initial, loaded=initial)
+            if session.new:
+                session.fill(block, _source(part, initial), groups)
+            if block.index:
+                release(part.params)
+            advance(1)
     if session.new:
         for residual_block in session.store_plan.table.blocks[len(plan.table.blocks) :]:
             session.fill(residual_block, lambda *_: None, groups)

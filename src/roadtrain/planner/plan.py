@@ -34,6 +34,7 @@ from roadtrain.planner.page import Point, page
 from roadtrain.planner.plan_report import answer_json, answer_text, words
 from roadtrain.planner.search import Found, SearchResult, search
 from roadtrain.planner.simulate import load_model, perfetto, write_json
+from roadtrain.retry import slow_work
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.run import simulate
@@ -95,17 +96,18 @@ def command(
     loaded = load_job(job) if job else None
     shape = load_model(model, seq_len) if loaded is None else shape_of_job(loaded)
     of = named(constants) if constants else Constants()
-    answer = search(
-        cluster,
-        shape,
-        of,
-        fitted=None if loaded is None else JobPlans(loaded, cluster).fitted,
-        goal=goal,
-        batch=batch if loaded is None else batch_to_plan(loaded, batch),
-        late=late,
-        headroom=headroom,
-        placements=[name for name in placements.split(",") if name],
-    )
+    with slow_work("searching for plans"):
+        answer = search(
+            cluster,
+            shape,
+            of,
+            fitted=None if loaded is None else JobPlans(loaded, cluster).fitted,
+            goal=goal,
+            batch=batch if loaded is None else batch_to_plan(loaded, batch),
+            late=late,
+            headroom=headroom,
+            placements=[name for name in placements.split(",") if name],
+        )
     summary = answer_text(answer, cluster, shape, goal, of)
     print(summary)
     if json:

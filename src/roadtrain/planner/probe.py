@@ -38,6 +38,7 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.sum import sum_k
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.planner import probe_links as links
+from roadtrain.retry import slow_work
 from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.storage.rates import storage_rates
 from roadtrain.sums.host_topology import cards, topology
@@ -350,7 +351,8 @@ def command(
         return 0
     for other in others:
         links.reach(other, options)
-    found = own()
+    with slow_work("measuring this machine"):
+        found = own()
     complete = not others or with_others(found, others, options)
     cluster = make_cluster(found.tree)
     missing = (f"not measured: {what}" for what in found.missing)

@@ -240,9 +240,21 @@ class Without(NamedTuple):
     servers: tuple[int, ...]  # the servers that may be absent
 
 
+class Figures(NamedTuple):
+    step: int = -1  # the newest step that all workers have ended
+    committed: int = -1
+    workers: int = 0  # number of workers of the session, or jobs of a role without sessions
+    connected: int = 0  # number of workers, relays or jobs that are connected
+    nbytes: int = 0  # memory in use
+    budget: int = 0  # memory that may be in use
+    stage_nbytes: Mapping[str, int] = {}  # from each stage to the bytes that it has moved
+    late: Mapping[str, float] = {}  # from each worker that this process waits for to seconds
+
+
 # The frame that health.answer sends: (the server's state as text, a dict from each worker to the
-# seconds for which it has been waiting and the reason, a dict from each stage to its seconds).
-Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
+# seconds for which it has been waiting and the reason, a dict from each stage to its seconds,
+# numbers of the server).
+Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float], Figures]
 HELLO = msgspec.msgpack.Decoder(Hello)
 WITHOUT_REST = msgspec.msgpack.Decoder(Without)
 _DECODERS: dict[int, Any] = {}
@@ -275,7 +287,7 @@ def language_of(words: Mapping[str, Any]) -> bytes:
 
 
 EDITION = 3  # NOTE language
-LANGUAGE = bytes.fromhex("3c67a97e0b55fdbb3917ea20dcb68540")  # NOTE language
+LANGUAGE = bytes.fromhex("d317179c63c955e8ba6c372a72ed0dd2")  # NOTE language
 T = TypeVar("T")
 
 

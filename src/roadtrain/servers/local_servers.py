@@ -18,7 +18,7 @@ from roadtrain.chunks import Chunk
 from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
-from roadtrain.retry import undone_on_error
+from roadtrain.retry import slow_work, undone_on_error
 from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.servers.trace import Stages
@@ -179,9 +179,10 @@ def open_or_none(
                 f"the store in {opened.directories[0]} has staleness 1 and cannot be converted",
                 hint="use the directories, chunk_elements and dtype that the store was made with",
             )
-        new = convert(
-            opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
-        )
+        with slow_work("converting the store to the requested layout", report=report):
+            new = convert(
+                opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
+            )
     report(f"store converted to the requested layout in {time.monotonic() - start:.1f} s")
     return new
 

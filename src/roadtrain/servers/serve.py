@@ -9,10 +9,12 @@ this process. The server does not restart workers.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers import health, routes
 from roadtrain.servers.connection import MOST_WORKERS
 from roadtrain.servers.hosted_store import HostedStore
+from roadtrain.servers.prometheus import Expose, exposed
 from roadtrain.servers.routes import RouteEnd
 from roadtrain.servers.server_session import ServerSession
 from roadtrain.servers.trace import Stages
@@ -37,7 +40,8 @@ SILENT_S = 60.0  # a session ends if a worker sends no heartbeat for so long
 LOOK_S = 1.0  # time between two checks of the session
 EVERY = 100  # default number of steps between two snapshots
 # Entry points of the other roles of `roadtrain serve`. Each is a function of the address, the
-# memory as the user wrote it (or None), the options of links, and an option of the role.
+# memory as the user wrote it (or None), the options of links, an option of the role, and a function
+# whose context exposes a status.
 ROLES = "roadtrain.roles"
 
 
@@ -58,6 +62,7 @@ def command(
     switch: bool = False,
     memory: str | None = None,
     xdp: str | None = None,
+    metrics: str | None = None,
 ) -> int:
     """Serve parameters and optimizer state to workers (servers.addresses of their job). Running the
     same command again resumes.
@@ -87,6 +92,8 @@ def command(
         memory: with --switch: memory for the tables and sockets of all jobs (default: 256MiB)
         xdp: with --switch: sum packets of this network device, such as eth0, in the kernel (if this
             is impossible, the switch prints the reason and sums in user space)
+        metrics: HOST:PORT of a page for Prometheus; with --token-file, a scrape must send the token
+            as a bearer token, and HOST may be any address
     """
     where = address_of(address)
     kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
@@ -105,10 +112,13 @@ def command(
     if tls is not None and cert is None:
         raise ConfigError("TLS: a server needs both --cert and --key")
     options = link_options(link)(token=token_of(token_file), tls=tls)
+    expose: Expose = contextlib.nullcontext
+    if metrics is not None:
+        expose = partial(exposed, address_of(metrics), options, print)
     if switch:
-        return load(ROLES, "switch")(where, memory, options, xdp)
+        return load(ROLES, "switch")(where, memory, options, xdp, expose)
     if store is None:
-        return load(ROLES, "sum")(where, budget, options, formats)
+        return load(ROLES, "sum")(where, budget, options, formats, expose)
     nbytes = budget_of(budget)
     every = 0 if snapshot is None else snapshot_every or EVERY
     for directory in filter(None, (store, snapshot)):
@@ -125,7 +135,8 @@ def command(
             f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state is"
             f" {host.store.rests}"
         )
-        host.run()
+        with expose(host.status):
+            host.run()
     return 0
 
 
@@ -229,7 +240,8 @@ class SessionHost:
         if hello.startswith(m.WITHOUT):
             rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "not a witness")
             done = self._resume_without(rest)
-            return health.answer(link, ("noted" if done else "not the last session here", {}, {}))
+            text = "noted" if done else "not the last session here"
+            return health.answer(link, (text, {}, {}, m.Figures()))
         if (by_route := routes.named_in(hello)) is not None:
             return self._accept_by_route(link, *by_route)
         greeting = _checked(m.decoded(m.HELLO, hello, "not the greeting of a worker"))
@@ -280,7 +292,8 @@ class SessionHost:
         )
 
     def status(self) -> m.Status:
-        doing: m.Status = "no session: waiting for workers", {}, {}
+        idle = m.Figures(budget=self.nbytes)
+        doing: m.Status = "no session: waiting for workers", {}, {}, idle
         if (session := self.front or self.session) is not None:
             doing = session.status()
         return f"state {self.store.rests}; {doing[0]}", *doing[1:]

@@ -418,16 +418,33 @@ class ServerSession(ParameterSession):
         if self._beside is not None:
             names = {0: "the fan-in"}  # its status names the late worker
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
-        text = f"step {self.step}, {self.workers} worker(s)"
+        text, late = f"step {self.step}, {self.workers} worker(s)", dict[str, float]()
         if owed:
             since = {rank: here[rank].last_seen if rank in here else self.began for rank, _ in owed}
+            late = {names[rank]: now - began for rank, began in since.items()}
             seconds, rank, what = max((now - since[rank], rank, what) for rank, what in owed)
             text += f"; waiting {seconds:.1f} s for {what} of {names[rank]}"
         waits = {names[rank]: (0.0, "") for rank in here}
         for pull in pulls:
             name = names[pull.worker]
             waits[name] = max(waits[name], (now - pull.into.since, f"chunk {pull.chunk}"))
-        return text, waits, self.stages.seconds()
+        totals = self.stages.totals()
+        figures = m.Figures(
+            self.server.machine.steps.newest if self.server else self.step,
+            self.step,
+            self.workers,
+            len(here),
+            self.nbytes(),
+            self.host.nbytes,
+            {name: stage.nbytes for name, stage in totals.items()},
+            late,
+        )
+        return text, waits, {name: stage.seconds for name, stage in totals.items()}, figures
+
+    def nbytes(self) -> int:
+        """Return the bytes of this session's buffers."""
+        pools = [buffer.nbytes for p in [self.answers, *self.pools] for buffer in p.buffers]
+        return sum(pools) + (self.server.nbytes() if self.server else 0)
 
     # the end
 

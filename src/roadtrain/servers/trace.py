@@ -88,10 +88,14 @@ class Stages:
         self.add(name, time.perf_counter() - start, nbytes)
         self.interval(name, self.lane, start, nbytes)
 
+    def totals(self) -> dict[str, StageTotals]:
+        """Return the totals since the last `take`, without resetting them."""
+        with self._lock:
+            return dict(self._sums)
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage since the last `take`, without resetting them."""
-        with self._lock:
-            return {name: stage.seconds for name, stage in self._sums.items()}
+        return {name: stage.seconds for name, stage in self.totals().items()}
 
     def take(self) -> dict[str, StageTotals]:
         with self._lock:

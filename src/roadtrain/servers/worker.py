@@ -163,12 +163,13 @@ class Worker:
         detailed.__cause__ = error
         return detailed
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+    def _wait(self, ready: Callable[[], bool], what: str, *, interrupted: bool = False) -> None:
         """Wait until `ready()`. The caller holds the lock. `what` names the awaited event.
+        `interrupted`: whether the event happens also after Ctrl-C has stopped a change halfway.
 
         Raises the error of a server that has failed, or DeadlineError after the deadline.
         """
-        if self._lock.interrupted and self._error is None:
+        if self._lock.interrupted and self._error is None and not interrupted:
             self._error = LoopError(
                 f"step {self.machine.open_step} was interrupted and cannot be continued",
                 hint="place the model again to resume from the last committed step",
@@ -554,7 +555,8 @@ class Worker:
 
     def wait_committed(self, step: int) -> None:
         with self._lock:
-            self._wait(lambda: self.committed >= step, f"the commit of step {step}")
+            what = f"the commit of step {step}"
+            self._wait(lambda: self.committed >= step, what, interrupted=True)
 
     def rest(self) -> None:
         """Drop all gradients that servers hold, and wait until no parameters are in flight."""

@@ -7,6 +7,7 @@ the process of a spare host (`roadtrain serve --sum`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from roadtrain.errors import BudgetError, ConfigError, LostError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.servers.connection import MOST_WORKERS
+from roadtrain.servers.prometheus import Expose
 from roadtrain.servers.serve import budget_of
 from roadtrain.sums import sum_frames
 from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator
@@ -76,6 +78,13 @@ class Reducers:
             f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}",
             waits,
             {},
+            m.Figures(
+                workers=len(jobs),
+                connected=sum(len(job.connections) for job in jobs),
+                nbytes=used,
+                budget=self.nbytes,
+                late={name: seconds for name, (seconds, _) in waits.items()},
+            ),
         )
 
     def _reserve(self, nbytes: int) -> None:
@@ -118,6 +127,7 @@ def serve_sums(
     budget: str | None,
     options: TcpOptions,
     module: str | None,
+    expose: Expose = contextlib.nullcontext,
     report: Callable[[str], None] = print,
 ) -> int:
     """Run `roadtrain serve HOST:PORT --sum`: sum gradients until the process is interrupted.
@@ -125,6 +135,7 @@ def serve_sums(
     Args:
         budget: Memory for the buffers, such as "8GiB". If None, half of the free memory is used.
         module: Name of a module that registers the user's own formats.
+        expose: Called with the status; its context exposes the status to Prometheus.
 
     Returns:
         The exit code of the command.
@@ -145,7 +156,8 @@ def serve_sums(
                 *listener.address, show_bytes(nbytes)
             )
         )
-        threading.Event().wait()
+        with expose(reducers.status):
+            threading.Event().wait()
     finally:
         reducers.close()
         listener.close()

@@ -491,13 +491,13 @@ class FanInEnd(IntermediarySession):
         """Return the server's status, with this fan-in end's counters and the waits of each
         participant.
         """
-        text, waits, stages = self.server.status()
+        text, waits, stages, figures = self.server.status()
         now, waits = time.monotonic(), dict(waits)
         with self.lock:
             for rank, worker in self.connections.items():
                 where = worker.link.peer.partition("(")[2].rpartition(":")[0]
                 waits[f"worker {rank} ({where})"] = self._waits_for(rank, now)
-        return f"{text}; {self._counters()}", waits, stages
+        return f"{text}; {self._counters()}", waits, stages, figures
 
     def _waits_for(self, rank: int, now: float) -> tuple[float, str]:
         if not self._chunks:

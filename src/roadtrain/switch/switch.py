@@ -154,7 +154,10 @@ class SwitchHost:
             f" {quota.free_slots} free; {show_bytes(quota.used_nbytes)} of"
             f" {show_bytes(quota.nbytes)}"
         ]
-        return "\n".join(rows + [row for job in jobs for row in job.rows()]), {}, {}
+        figures = m.Figures(
+            workers=len(jobs), connected=len(jobs), nbytes=quota.used_nbytes, budget=quota.nbytes
+        )
+        return "\n".join(rows + [row for job in jobs for row in job.rows()]), {}, {}, figures
 
     @property
     def jobs(self) -> list[SwitchJob]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from roadtrain.errors import ConfigError
+from roadtrain.servers.prometheus import Expose
 from roadtrain.switch.options import MOST_JOBS
 from roadtrain.switch.switch import SwitchHost
 from roadtrain.switch.switch_table import TableDevice
@@ -23,6 +24,7 @@ def serve_switch(
     memory: str | None,
     options: TcpOptions,
     xdp: str | None = None,
+    expose: Expose = contextlib.nullcontext,
     report: Report = print,
 ) -> int:
     """Run a switch until the process is interrupted.
@@ -31,6 +33,7 @@ def serve_switch(
         memory: Memory for the tables and sockets of all jobs, such as "1GiB"; default 256MiB.
         xdp: The network device whose driver sums the packets (XDP). If it cannot, the reason is
             reported, and this process sums.
+        expose: Called with the switch's status; its context exposes the status to Prometheus.
     """
     nbytes = MEMORY if memory is None else parse_bytes(memory)
     device = None if xdp is None else _opened(xdp)
@@ -48,7 +51,8 @@ def serve_switch(
             f" {host.port + 1} to {host.port + MOST_JOBS}, at most {show_bytes(nbytes)} for"
             f" {host.quota.free_slots} slots or fewer; no state is kept on disk"
         )
-        host.run()
+        with expose(host.status):
+            host.run()
     return 0
 
 

@@ -21,6 +21,7 @@ from roadtrain.chunks import ParamSpec
 from roadtrain.config.job import Job, job_of_run, make_job
 from roadtrain.errors import ConfigError
 from roadtrain.placement.job_state import persistent_buffers
+from roadtrain.retry import slow_work
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.direct import check_directory, make_directory
 from roadtrain.storage.generation import open_store
@@ -92,7 +93,20 @@ def _export_store(
             step, params, read = store.step, store.table.params, partial(read_param, store)
             state = plain.decode(store.blob) if store.blob else {}
             buffers = state.get("buffers", {})
-        return step, export_dir(_items(params, read, buffers, masters), directory)
+        items = _items(params, read, buffers, masters)
+        with slow_work("exporting tensors", len(items), report) as advance:
+            return step, export_dir([_counted(item, advance) for item in items], directory)
+
+
+def _counted(item: Item, advance: Callable[[int], None]) -> Item:
+    """Return `item`, whose reader reports that it has read the tensor."""
+    name, dtype, shape, read = item
+
+    def reader() -> Any:
+        advance(1)
+        return read()
+
+    return name, dtype, shape, reader
 
 
 def import_weights(

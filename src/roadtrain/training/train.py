@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from roadtrain.config.job import Job
+from roadtrain.options.schema import as_tree
 from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import make_directory
 from roadtrain.training.memory_limit import limited
@@ -21,6 +22,7 @@ from roadtrain.training.staged_job import StagedJob, open_staged
 from roadtrain.training.stop import INTERRUPTED, Stop
 from roadtrain.training.summary import Summary, Totals
 from roadtrain.training.timeline import Timeline, timeline_of
+from roadtrain.training.trackers import Trackers, check_installed
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
@@ -29,19 +31,27 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
     `program`: the command that starts roadtrain, as shown in the table. Raises RoadtrainError.
     """
     opened = open_staged if job.parallelism.used else open_placed
+    check_installed(job.run.report_to)
     with limited(job.limit_nbytes):
         stop = Stop(job.run.minutes)  # run.minutes begin now
         make_directory(job.run_dir)
-        with opened(job, report) as run, stop.on_signals(run.report):
-            why, totals = train_steps(run, stop)
+        with (
+            opened(job, report) as run,
+            stop.on_signals(run.report),
+            Trackers(
+                job.run.report_to, job.run_dir, {**as_tree(job), "lossy": job.lossy}, run.report
+            ) as trackers,
+        ):
+            why, totals = train_steps(run, stop, trackers)
             run.finish(why)
+            trackers.follow(lines_of(job), run.steps_done)
             held_out = None if INTERRUPTED in why else run.held_out_loss()
             summary = Summary(run.steps_done, *totals.first_and_last(), held_out, why)
             show_table(run.rows(summary, totals, program), run.report)
             return summary
 
 
-def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
+def train_steps(run: PlacedJob | StagedJob, stop: Stop, trackers: Trackers) -> tuple[str, Totals]:
     """Train the remaining steps.
 
     Returns the reason why training ended before run.steps (else ""), and the totals of the steps.
@@ -56,6 +66,8 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
         if metrics.note:
             run.report(metrics.note)
         run.begin()
+        if done:
+            trackers.follow(lines, done)  # steps that an earlier start has not logged
         with progress(job, done, run.report) as show:
             then = time.perf_counter()
             while run.steps_done < job.run.steps:
@@ -70,5 +82,6 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 show(line)
                 timeline.add(run.steps_done, run.intervals())
                 totals.add(line)
+                trackers.follow(lines, line["committed"])
                 run.keep()
     return "", totals

@@ -31,6 +31,7 @@ def test_package() -> None:
         "Summation",
         "SwitchNode",
         "TopK",
+        "Trackers",
         "parallelize",
         "place",
         "sum_fsdp",
@@ -111,7 +112,7 @@ def test_place() -> None:
 
 def test_commands() -> None:
     assert {title: list(group) for title, group in cli.COMMAND_GROUPS.items()} == {
-        "start here": ["fit", "doctor", "train"],
+        "start here": ["fit", "doctor", "init", "train", "completion"],
         "run": ["serve", "launch", "export", "import"],
         "look": ["status", "show"],
         "plan": ["probe", "plan", "simulate", "calibrate"],
@@ -139,6 +140,7 @@ def test_keys_of_a_job() -> None:
         "run.seed",
         "run.new_store",
         "run.log_every",
+        "run.report_to",
         "model.config",
         "model.pretrained",
         "model.dtype",

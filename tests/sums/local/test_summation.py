@@ -318,7 +318,7 @@ def spare_waits(address, options):
     """Return (status, peers that it waits for) of a spare host once it waits for worker 1."""
     until = time.monotonic() + 10
     while True:
-        text, waits, _ = health.ask(address, options)
+        text, waits, *_ = health.ask(address, options)
         if "worker 1" in waits or time.monotonic() > until:
             return text, waits
         time.sleep(0.02)

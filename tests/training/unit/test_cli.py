@@ -116,7 +116,7 @@ def test_help_without_the_benchmarks(
     installed.symlink_to(Path(cli.__file__).parent)
     monkeypatch.setattr(cli, "__file__", str(installed / "cli.py"))
     assert cli.main(["--help"]) == 0
-    assert capsys.readouterr().out.count("Needs a clone of the repository") == 3
+    assert capsys.readouterr().out.count("Needs a clone of the repository\n") == 3
 
 
 def test_the_package_runs_as_a_module_and_knows_its_version() -> None:

@@ -76,6 +76,11 @@ class ServerSteps:
         under_way = self.ending or self.ended or self.blobs or self.open_updates
         return bool(under_way) or self.preparing is not None
 
+    @property
+    def newest(self) -> int:
+        """The newest step that all workers have ended."""
+        return max([self.committed, self.preparing or 0, *list(self.ended)])
+
     def update_requested(self, step: int, chunk: int) -> None:
         self.open_updates.setdefault(step, set()).add(chunk)
 

@@ -1,0 +1,132 @@
+"""`roadtrain init`: write a job file with a comment above each key. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from roadtrain.config.job import Job, make_job
+from roadtrain.config.models import TRANSFORMERS
+from roadtrain.errors import ConfigError
+from roadtrain.options.names import did_you_mean
+from roadtrain.options.schema import keys_of, meaning_of
+from roadtrain.storage.direct import replace_file
+
+SMALL = {  # 13 million parameters
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+}
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+# keys of a config.json that describe the files beside it, or that the job sets itself
+LEFT_OUT = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
+
+
+def command(model: str = "", out: str = "job.toml", report: Callable[[str], None] = print) -> int:
+    """Write a commented job for MODEL: a Hugging Face folder or config.json, or a published shape
+    such as GPT-2. Without MODEL, the job trains a small byte-level model.
+
+    Args:
+        out: the file to write, which must not exist (default: job.toml)
+    """
+    path, tree = Path(out), _model(model)
+    if path.exists():
+        raise ConfigError(f"{out} exists", hint="name another file with --out")
+    config = tree["model"].get("config", {}) or _config_of(Path(model))
+    longest = min((config[key] for key in LENGTHS if key in config), default=256)
+    run = {"dir": f"runs/{path.stem}", "steps": 1000, "report_to": []}
+    tree["data"] |= {"paths": Job.model_fields["data"].default.paths, "seq_len": min(256, longest)}
+    tree["data"] |= {"batch_size": 2}
+    rate = 1e-5 if "pretrained" in tree["model"] else 1e-3
+    tree["optimizer"] = {"name": "adamw", "lr": rate, "warmup_steps": 10, "clip_norm": 1.0}
+    tree["store"] = {"files": ["{run}/store"]}
+    tree = {"run": run, **tree}
+    make_job(tree, out)
+    replace_file(path, _commented(tree).encode(), "writing")
+    report(f"wrote {out}; train it with: roadtrain train {out}")
+    return 0
+
+
+def _model(model: str) -> dict[str, dict[str, Any]]:
+    """Return the [model] and [data] tables for MODEL."""
+    path, data = Path(model), dict[str, Any]()
+    if not model:
+        return {"model": {"dtype": "fp32", "config": SMALL}, "data": data}
+    if model in TRANSFORMERS:
+        return {"model": {"dtype": "fp32", "config": _published(model)}, "data": data}
+    config = _config_of(path)
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer.json").is_file():
+        data["tokenizer"] = str(folder / "tokenizer.json")
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return {"model": {"pretrained": model, "dtype": "fp32"}, "data": data}
+    kept = {k: v for k, v in config.items() if v is not None and k not in LEFT_OUT}
+    return {"model": {"dtype": "fp32", "config": kept}, "data": data}
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} is no folder with a config.json, no config.json and no published shape",
+            hint=did_you_mean(str(path), TRANSFORMERS) or "roadtrain init writes a small model",
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"{file} has no model_type, so it is no config of transformers")
+    return config
+
+
+def _published(name: str) -> dict[str, Any]:
+    """Return the transformers config of a published shape."""
+    own = TRANSFORMERS[name]
+    if name.startswith("GPT-2"):
+        sizes = {"n_layer": own.layers, "n_embd": own.hidden, "n_head": own.heads}
+        return {
+            "model_type": "gpt2",
+            **sizes,
+            "n_positions": own.positions,
+            "vocab_size": own.vocab,
+        }
+    if not own.gated or own.experts > 1 or own.latent is not None:
+        raise ConfigError(
+            f"{name} is a shape for plans: a job needs the config of its transformers model",
+            hint="pass the model's folder or config.json",
+        )
+    return {
+        "model_type": "llama",
+        "hidden_size": own.hidden,
+        "intermediate_size": own.ff,
+        "num_hidden_layers": own.layers,
+        "num_attention_heads": own.heads,
+        "num_key_value_heads": (own.kv or own.hidden) * own.heads // own.hidden,
+        "max_position_embeddings": own.seq_len,
+        "vocab_size": own.vocab,
+    }
+
+
+def _commented(tree: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the tables, with the description of each key from its declaration."""
+    lines = ["# A job for `roadtrain train`; `roadtrain train --help` lists all keys."]
+    for section, table in tree.items():
+        lines += ["", f"[{section}]"]
+        keys, inner = keys_of(Job.model_fields[section].annotation), list[str]()
+        for key, value in table.items():
+            comment = f"# {meaning_of(keys[key])}"
+            if isinstance(value, Mapping):  # a table follows the plain keys of its section
+                inner += ["", comment, f"[{section}.{key}]", tomli_w.dumps(value).rstrip()]
+            else:
+                lines += [comment, tomli_w.dumps({key: value}).rstrip()]
+        lines += inner
+    return "\n".join([*lines, ""])
