@@ -297,7 +297,7 @@ def named_layout(name: str) -> Layout:
     """Return the parameters of a named model. Models that are not transformers have a parameter for
     each block. Raises ConfigError for an unknown name."""
     own = shape(name)
-    if (found := _TRANSFORMERS.get(own.name)) is None:
+    if (found := TRANSFORMERS.get(own.name)) is None:
         blocks: dict[str, Params] = {
             block.name: {block.name: (block.params,)} for block in own.blocks
         }

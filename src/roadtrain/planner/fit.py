@@ -269,18 +269,23 @@ def text_of(rows: Sequence[FitRow], machine: Machine, params: int) -> str:
     tokens = ask.model.shape.tokens
     of = f" of {tokens} tokens" if tokens > 1 else ""
     head = ("training", "state", "device", "host (at least)", "disk", "tokens/s", "fits")
+    measured = any(row.tokens_per_s for row in rows)
     lines = [
-        f"{ask.model.name}: {show_params(params)} parameters; batches of {ask.samples} x 1 sample"
-        f"{of}, {ask.dtype}, {ask.optimizer}".replace(" x 1 sample", " samples"),
+        f"{ask.model.name}: {show_params(params)} parameters; batches of {ask.samples}"
+        f" sample{'s' * (ask.samples > 1)}{of}, {ask.dtype}, {ask.optimizer}",
         str(machine),
         *machine.notes,
         "",
     ]
     cells = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head) - 1)]
+    if not measured:
+        cells = [(*line[:-2], line[-1]) for line in cells]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]) - 1)]
     for line in cells:
         padded = (f"{cell:{width}}" for cell, width in zip(line, widths))
         lines.append("  ".join([*padded, line[-1]]).rstrip())
+    if not measured:
+        lines.append("tokens/s: not measured (--cluster FILE, written by `roadtrain probe`)")
     best = best_of(rows)
     lines += ["", "nothing fits" if best is None else f"best    {best.training}, {_where(best)}"]
     if best is not None:
