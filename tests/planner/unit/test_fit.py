@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.planner.hardware_table import hardware_table
 from roadtrain import cli
 from roadtrain.config.job import load_job, parse_overrides
 from roadtrain.errors import ConfigError
@@ -25,7 +26,6 @@ from roadtrain.planner.fit import (
     command,
     command_of,
     fit,
-    hardware_table,
     speed,
 )
 from roadtrain.planner.fit_inputs import Machine, machine_of, model_of, this_machine
@@ -273,4 +273,6 @@ def test_prediction_of_a_process_has_all_parts() -> None:
 def test_the_table_of_the_readme() -> None:
     _, _, rest = (ROOT / "README.md").read_text().partition("<!-- fit table -->\n")
     table = rest.partition("\n\n")[0].strip()
-    assert table == hardware_table(), "copy the output of planner.fit.hardware_table() to README.md"
+    assert table == hardware_table(), (
+        "copy the output of python -m benchmarks.planner.hardware_table to README.md"
+    )
