@@ -1,16 +1,18 @@
-"""The rank of this process, from the environment variables that torchrun sets, and the identity of
-this host. Does NOT communicate with other processes."""
+"""The rank of this process, from the environment variables that torchrun sets, the identity of this
+host, and the limit of memory that a container sets. Does NOT communicate with other processes."""
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
 
+UNLIMITED = 1 << 60  # version 1 of control groups has numbers above this for "no limit"
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -107,3 +109,30 @@ def host_identity() -> str:
     network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def smallest(limits: Iterable[int | None]) -> int | None:
+    return min((n for n in limits if n is not None and 0 <= n < UNLIMITED), default=None)
+
+
+@functools.cache
+def control_group_limit(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return the smallest memory limit in bytes among this process's control group (version 1 or 2)
+    and the groups above it; None if there is no limit."""
+    limits = []
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = root / "memory", "memory.limit_in_bytes"
+        if not controllers:
+            top, name = root, "memory.max"
+        group = top / path.lstrip("/")
+        # in a container, the path may be that of the host, and only `top` exists
+        for place in (top, group, *group.parents):
+            if place.is_relative_to(top) and (place / name).is_file():
+                text = (place / name).read_text().strip()
+                limits.append(int(text) if text.isdecimal() else None)
+    return smallest(limits)

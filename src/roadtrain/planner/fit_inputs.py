@@ -31,15 +31,12 @@ from roadtrain.config.models import (
     shape_of_layout,
     sizes_of,
 )
+from roadtrain.environment import control_group_limit
 from roadtrain.errors import ConfigError
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes
 
 Report = Callable[[str], None]
-_CGROUPS = (  # limit and use of memory, in version 2 and version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 USABLE = 0.9  # fraction of a described machine's memory; the rest is the system's
 _SSD = re.compile(r"(?:(\d+)\s*x)?\s*([\d.]+\s*\w+/s)?,?\s*([\d.]+\s*\w+)?")
 
@@ -232,17 +229,10 @@ def _ssds(text: str) -> dict[str, Any]:
 def this_machine() -> Machine:
     """Return this machine, as the system describes it, without importing torch."""
     free = float(psutil.virtual_memory().available)
-    notes = []
-    for limit, used in _CGROUPS:
-        try:
-            room = int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # there is no such hierarchy, or its limit is "max"
-            continue
-        if room < free:
-            free = float(room)
-            notes.append(f"{limit} leaves {show_bytes(room)}")
-    machine = Machine("this machine", free, disk=float(shutil.disk_usage(".").free))
-    machine = replace(machine, notes=tuple(notes))
+    notes: tuple[str, ...] = ()
+    if (limit := control_group_limit()) is not None and limit < free:
+        free, notes = float(limit), (f"the control group limits memory to {show_bytes(limit)}",)
+    machine = Machine("this machine", free, disk=float(shutil.disk_usage(".").free), notes=notes)
     if (found := _nvidia()) is not None:
         machine = replace(machine, device=found[0], device_bytes=found[1])
     return machine

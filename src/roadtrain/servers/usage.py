@@ -5,17 +5,16 @@ Cheap enough for every step: no directory is listed, and the control group is re
 
 from __future__ import annotations
 
-import functools
 import mmap
 import resource
 from collections.abc import Iterable
 from pathlib import Path
 
+from roadtrain.environment import control_group_limit, smallest
 from roadtrain.storage.direct import free_nbytes
 from roadtrain.storage.file import FileTier
 
 Usage = dict[str, int | None]  # "bytes" in use; "budget", None if there is no limit
-UNLIMITED = 1 << 60  # version 1 of control groups has numbers above this for "no limit"
 
 
 def process_usage() -> Usage:
@@ -35,30 +34,3 @@ def disk_usage(tiers: Iterable[FileTier]) -> Usage:
 
 def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
-
-
-def smallest(limits: Iterable[int | None]) -> int | None:
-    return min((n for n in limits if n is not None and 0 <= n < UNLIMITED), default=None)
-
-
-@functools.cache
-def control_group_limit(
-    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Return the smallest memory limit in bytes among this process's control group (version 1 or 2)
-    and the groups above it; None if there is no limit."""
-    limits = []
-    for line in groups.read_text().splitlines() if groups.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = root / "memory", "memory.limit_in_bytes"
-        if not controllers:
-            top, name = root, "memory.max"
-        group = top / path.lstrip("/")
-        # in a container, the path may be that of the host, and only `top` exists
-        for place in (top, group, *group.parents):
-            if place.is_relative_to(top) and (place / name).is_file():
-                text = (place / name).read_text().strip()
-                limits.append(int(text) if text.isdecimal() else None)
-    return smallest(limits)

@@ -28,7 +28,7 @@ from roadtrain.planner.fit import (
     fit,
     speed,
 )
-from roadtrain.planner.fit_inputs import Machine, machine_of, model_of, this_machine
+from roadtrain.planner.fit_inputs import Machine, machine_of, model_of
 from roadtrain.planner.process_memory import PlacedLayout, Work, kept_inputs, process_memory
 from roadtrain.units import GIB, MIB
 
@@ -183,14 +183,10 @@ def test_devices_and_machines() -> None:
         machine_of("", "", "fast")
 
 
-def test_a_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: Any) -> None:
-    limit, used = tmp_path / "max", tmp_path / "current"
-    limit.write_text(str(300 * MIB))
-    used.write_text(str(100 * MIB))
-    monkeypatch.setattr(fit_inputs, "_CGROUPS", ((str(limit), str(used)),))
-    assert this_machine().ram == 200 * MIB and "200.0 MiB" in this_machine().notes[0]
-    limit.write_text("max\n")
-    assert this_machine().ram > 200 * MIB and not this_machine().notes
+def test_a_limit_of_the_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_inputs, "control_group_limit", lambda: 300 * MIB)
+    machine = fit_inputs.this_machine()
+    assert machine.ram == 300 * MIB and "300.0 MiB" in machine.notes[0]
 
 
 def _write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:

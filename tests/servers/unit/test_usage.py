@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from roadtrain.environment import control_group_limit
 from roadtrain.servers.trace import flat_numbers
-from roadtrain.servers.usage import control_group_limit, process_usage
+from roadtrain.servers.usage import process_usage
 
 
 @pytest.mark.parametrize(
