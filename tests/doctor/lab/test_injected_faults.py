@@ -362,8 +362,23 @@ FAULTS: tuple[tuple[str, Inject], ...] = (
 )
 
 
+# Faults for `make test`; the others belong to `make test-rest`.
+OFTEN = (threads, memory_limit, slow_disk, full, tmpfs, locked, token_refused, interface)
+
+
 @pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare: apt install util-linux")
-@pytest.mark.parametrize(("name", "inject"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("name", "inject"),
+    [
+        pytest.param(
+            name,
+            inject,
+            id=f"{name}-{inject.__name__}",
+            marks=[] if inject in OFTEN else pytest.mark.exhaustive,
+        )
+        for name, inject in FAULTS
+    ],
+)
 def test_a_fault_is_named_with_its_fix_within_10_s(
     tmp_path: Path, name: str, inject: Inject
 ) -> None:

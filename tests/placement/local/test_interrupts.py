@@ -98,18 +98,27 @@ def whole(script: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, s
     return losses(done.stdout)
 
 
+# Points of the loop, and numbers of calls of functions. SIGTERM differs only in how it begins.
 POINTS = [
-    ("data", 4),
-    ("forward", 11),
-    ("backward", 8),
-    ("after step", 3),
-    *(("call", count) for count in (60, 201, 450, 703, 950, 1205)),
+    *(("data", 4, n) for n in (signal.SIGINT, signal.SIGTERM)),
+    ("forward", 11, signal.SIGINT),
+    ("backward", 8, signal.SIGTERM),
+    ("after step", 3, signal.SIGINT),
+    *(("call", count, signal.SIGINT) for count in (201, 950)),
+]
+MORE = [
+    ("forward", 11, signal.SIGTERM),
+    ("backward", 8, signal.SIGINT),
+    ("after step", 3, signal.SIGTERM),
+    *(("call", count, signal.SIGINT) for count in (60, 450, 703, 1205)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
-@pytest.mark.parametrize(("where", "count"), POINTS)
+@pytest.mark.parametrize(
+    ("where", "count", "number"),
+    [*POINTS, *(pytest.param(*point, marks=pytest.mark.exhaustive) for point in MORE)],
+)
 def test_an_interrupted_loop_resumes_after_its_last_step(
     where: str,
     count: int,
@@ -118,8 +127,6 @@ def test_an_interrupted_loop_resumes_after_its_last_step(
     whole: dict[int, str],
     tmp_path: Path,
 ) -> None:
-    if number == signal.SIGTERM and where == "call":
-        pytest.skip("as with SIGINT")
     style = "with" if count % 2 else "plain"
     args = (tmp_path / "s", style, where, count, int(number))
     first = start(script, *args)
