@@ -174,6 +174,7 @@ class _TrackerThread(threading.Thread):
         if self._open is None and self._last > done and (exact or not done):
             self._run, self._last = uuid.uuid4().hex[:12], 0
         if self._open is None:
+            self._save()  # a library may create its run long before it logs a step
             self._open = self._opened()
         for line in lines():
             if line["step"] <= self._last:

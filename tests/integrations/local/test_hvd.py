@@ -48,7 +48,7 @@ def alone():
     ],
 )
 def test_a_script_runs_with_only_its_import_changed(name, pattern):
-    path = EXAMPLES / f"{name}_script.py"
+    path = EXAMPLES / "horovod" / f"{name}_script.py"
     assert [
         line for line in path.read_text().splitlines() if "roadtrain" in line and "import" in line
     ][1:] == [f"import roadtrain.hvd as {'hvd' if name == 'horovod' else 'bps'}"]

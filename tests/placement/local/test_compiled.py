@@ -173,6 +173,7 @@ def compiled_runs(directory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # the compiler's processes take minutes on a busy machine
 @needs("g++", apt="g++")
 def test_compiled_blocks_have_the_bits_of_a_compiled_model(tmp_path):  # Rule 1
     # torch's compiler leaves threads behind

@@ -11,9 +11,10 @@ import pytest
 
 from roadtrain.errors import WireError
 from roadtrain.servers import health
+from roadtrain.servers.frames import Figures
 from roadtrain.transport.tcp import TcpOptions
 
-STATUS = ("step 3", {}, {})
+STATUS = ("step 3", {}, {}, Figures(step=3))
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, header: bytes, payload: bytes) -> tuple[Any, Any]:

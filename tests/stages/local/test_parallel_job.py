@@ -17,6 +17,7 @@ from roadtrain import cli
 from roadtrain.config.job import load_job
 from roadtrain.environment import LAUNCH_NAMES
 from roadtrain.errors import ConfigError
+from roadtrain.servers.trace import Stages
 from roadtrain.stages.networks import HostCards
 from roadtrain.stages.parallel_training import StepResult
 from roadtrain.stages.pipeline import StepTimes
@@ -39,6 +40,7 @@ from roadtrain.training.staged_job import (
     unused,
 )
 from roadtrain.training.stop import Stop
+from roadtrain.training.trackers import Trackers
 from roadtrain.training.train import train, train_steps
 from tests.support import world
 from tests.support.processes import free_port
@@ -180,6 +182,7 @@ class SimulatedTraining:
             control=SimpleNamespace(agree=lambda own, what: [own, *answers]),
         )
         self.optimizer = SimpleNamespace(param_groups=[])
+        self.pipeline = SimpleNamespace(trace=Stages())
         self.stop, self.turns = stop, []
 
     def __enter__(self):
@@ -255,7 +258,7 @@ def test_a_rank_that_was_absent_resumes_its_metrics(job):
     (home / "metrics.2.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     lines = []
     staged.report = lines.append
-    train_steps(staged, Stop(None))
+    train_steps(staged, Stop(None), Trackers([], home))
     assert (home / "metrics.2.before-1.jsonl").exists() and "had lines of other steps" in lines[0]
 
 
