@@ -206,7 +206,9 @@ def machine_of(device: str, ram: str, ssd: str) -> Machine:
         memory = parse_bytes(template("device", name)["memory"])
         machine = replace(machine, name=name, device=name, device_bytes=memory)
     if ram:
-        machine = replace(machine, ram=USABLE * parse_bytes(ram))
+        if (nbytes := parse_bytes(ram)) < MIB:
+            raise ConfigError(f"--ram {ram} is {nbytes} bytes", hint=f"write --ram {ram}GB")
+        machine = replace(machine, ram=USABLE * nbytes)
     if ssd:
         machine = replace(machine, **{"disk": None, **_ssds(ssd)})
     return machine

@@ -45,6 +45,8 @@ def storage_rates(
         home = home.parent
     path = home / f"probe-{uuid.uuid4().hex}.bin"
     with typed_errors(home, "probing"):
+        path.touch()  # an error of a directory names the directory
+        path.unlink()
         try:
             file = DirectFile(path, create=nbytes)
         finally:

@@ -179,6 +179,8 @@ def test_devices_and_machines() -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             machine_of(device, "64GB", "")
         assert hint in caught.value.hint
+    with pytest.raises(ConfigError, match="--ram 8 is 8 bytes"):
+        machine_of("", "8", "")
     with pytest.raises(ConfigError, match="--ssd 'fast' is not"):
         machine_of("", "", "fast")
 
