@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 # The participle is `launch --comes`, an option that users type.
 ALLOWED = {"opener": 0, "subject": 0, "one": 0, "participle": 1}
 # Words of the pages in docs/ without the log and decisions, and of the log.
-MOST_WORDS, MOST_LOG_WORDS = 25_700, 5_000
+MOST_WORDS, MOST_LOG_WORDS = 25_760, 5_000
 
 
 @pytest.mark.slow
