@@ -262,9 +262,9 @@ def test_a_run_is_followed_and_a_stopped_server_is_seen(page: Any, tmp_path: Pat
             wait_for(lambda: column(page, "loss", "x")[-1] > first + 3)
             wait_for(lambda: f"server {server.where}" in text(page, "state"))
             wait_for(lambda: "1 worker(s)" in text(page, "state"))
-            wanted = ("server 0", f"link of worker 0 to server 0 ({server.where})")
+            starts = ("server 0", f"link of worker 0 to server 0 ({server.where})")
             wait_for(
-                lambda: all(any(lane.startswith(w) for lane in lanes_of(page)) for w in wanted)
+                lambda: all(any(lane.startswith(w) for lane in lanes_of(page)) for w in starts)
             )
             assert "link of worker 0" in text(page, "rates")
             assert "has not answered" not in text(page, "top")

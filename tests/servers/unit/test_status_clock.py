@@ -17,7 +17,7 @@ from roadtrain.transport.tcp import TcpOptions
 STATUS = ("step 3", {}, {}, Figures(step=3))
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, header: bytes, payload: bytes) -> tuple[Any, Any]:
+def answer_to(monkeypatch: pytest.MonkeyPatch, header: bytes, payload: bytes) -> tuple[Any, Any]:
     def connect(address: object, watcher: health.Watcher, *_: object, **__: object) -> Any:
         watcher.arrived(0, header, memoryview(payload))
         return SimpleNamespace(close=lambda: None)
@@ -28,18 +28,18 @@ def asked(monkeypatch: pytest.MonkeyPatch, header: bytes, payload: bytes) -> tup
 
 def test_the_difference_of_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = msgspec.json.encode(STATUS)
-    status, ahead_s = asked(monkeypatch, repr(time.time() + 60).encode(), payload)
+    status, ahead_s = answer_to(monkeypatch, repr(time.time() + 60).encode(), payload)
     assert status == STATUS and ahead_s == pytest.approx(60, abs=1)
     assert health.ask(("127.0.0.1", 1), TcpOptions()) == STATUS
 
 
 def test_an_earlier_version_sends_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(monkeypatch, b"", msgspec.json.encode(STATUS)) == (STATUS, None)
+    assert answer_to(monkeypatch, b"", msgspec.json.encode(STATUS)) == (STATUS, None)
 
 
 def test_a_clock_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rule 8
-    status, ahead_s = asked(monkeypatch, b"noon", msgspec.json.encode(STATUS))
+    status, ahead_s = answer_to(monkeypatch, b"noon", msgspec.json.encode(STATUS))
     assert isinstance(status, WireError) and ahead_s is None
 
 
