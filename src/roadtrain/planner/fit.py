@@ -253,7 +253,7 @@ def command_of(row: FitRow, machine: Machine) -> str:
         f"--optimizer.name {ask.optimizer} --budget.host {budget}",
     ]
     options += [f"--budget.device {device}"] if device else []
-    options += ["--store.files []"] if row.state == "RAM" else []
+    options += ["--store.files '[]'"] if row.state == "RAM" else []
     if row.state == "SSDs" and machine.ssds > 1:
         options.append(f"--store.files {','.join(stores)}")
     options += ["--servers.addresses HOST:4000"] if row.state == "server" else []

@@ -4,6 +4,7 @@ of the README. Nothing here trains."""
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -90,7 +91,7 @@ def test_the_command_runs_with_the_budget_that_was_counted(folder: Path) -> None
         assert init == f"roadtrain init {folder / 'config.json'} --out job.toml"
         job = folder / "job.toml"
         job.write_text("[model]\nconfig = { model_type = 'llama' }\n")
-        made = load_job(job, parse_overrides(train.split()[3:]))
+        made = load_job(job, parse_overrides(shlex.split(train)[3:]))
         assert (made.data.seq_len, made.data.batch_size) == (256, 2)
         assert made.budget.host == f"{row.host_budget // MIB}MiB"
         assert bool(made.store.files) == (row.state == "SSDs")
