@@ -147,7 +147,8 @@ def run_example(page: Path, folder: Path, timeout_s: float = 400) -> None:
 def _output(folder: Path, path: Path, timeout_s: float, ends: bool) -> str:
     """Run all.sh. Returns its output, without the folders of this machine and the name of this host.
     ends: whether no process may be left."""
-    env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "HOME": str(folder)}
+    installed = Path(sys.executable).parent  # jupyter
+    env = os.environ | {"PATH": f"{path}:{installed}:{os.environ['PATH']}", "HOME": str(folder)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BIN": str(path)}
     env |= {"HF_HUB_OFFLINE": "1"}
     with (folder / "output").open("wb") as output:
@@ -172,7 +173,7 @@ def _output(folder: Path, path: Path, timeout_s: float, ends: bool) -> str:
     text = (folder / "output").read_text()
     assert code == 0, text
     assert not left, f"processes left: {left}\n{text}"
-    for words in (f"{folder}/", f"{path}/", f"{Path(sys.executable).parent}/"):
+    for words in (f"{folder}/", f"{path}/", f"{installed}/"):
         text = text.replace(words, "")
     return text.replace(f"host {socket.gethostname()}", "host HOST")
 
