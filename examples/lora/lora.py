@@ -50,6 +50,7 @@ args = TrainingArguments(
     save_strategy="no",  # the store has every step
     report_to="none",
     use_cpu=True,
+    dataloader_pin_memory=False,
     disable_tqdm=True,
 )
 # The new line: frozen parameters are only read; gradients and AdamW's state exist for the adapters.

@@ -232,6 +232,9 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
     tls = options.pop("tls", None)
     until = options.pop("until", None)  # as in PipelineSpec: steps from until[0] on wait for a file
     lose_datagrams(options.pop("loss", 0.0))
+    first = Path(log).with_name("worker0.log")
+    while change == "late" and not (first.exists() and "end" in first.read_text()):
+        time.sleep(0.02)
 
     def report(line):
         with open(f"{log}.said", "a") as file:

@@ -16,11 +16,11 @@ from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import keys_of, meaning_of
 from roadtrain.storage.direct import replace_file
 
-SMALL = {  # 13 million parameters
+SMALL = {  # 3 million parameters
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 704,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 256,
@@ -42,9 +42,9 @@ def command(model: str = "", out: str = "job.toml", report: Callable[[str], None
         raise ConfigError(f"{out} exists", hint="name another file with --out")
     config = tree["model"].get("config", {}) or _config_of(Path(model))
     longest = min((config[key] for key in LENGTHS if key in config), default=256)
-    run = {"dir": f"runs/{path.stem}", "steps": 1000, "report_to": []}
+    run = {"dir": f"runs/{path.stem}", "steps": 100, "report_to": []}
     tree["data"] |= {"paths": Job.model_fields["data"].default.paths, "seq_len": min(256, longest)}
-    tree["data"] |= {"batch_size": 2}
+    tree["data"] |= {"batch_size": 2, "tokenizer": tree["data"].get("tokenizer", "bytes")}
     rate = 1e-5 if "pretrained" in tree["model"] else 1e-3
     tree["optimizer"] = {"name": "adamw", "lr": rate, "warmup_steps": 10, "clip_norm": 1.0}
     tree["store"] = {"files": ["{run}/store"]}

@@ -42,7 +42,7 @@ from roadtrain.launch.run_verbs import (
 )
 from roadtrain.launch.supervisor_process import start
 from roadtrain.options.names import unknown_name
-from roadtrain.planner.job_keys import batch_of_job, contradicted
+from roadtrain.planner.job_keys import batch_of_job, contradicted, unused_files
 
 # For each value of --write, a "module:function" that takes (ResolvedRun, --out, --image), writes
 # files and returns lines to print.
@@ -149,6 +149,8 @@ def command(
         raise ConfigError("a plan and a job are needed", hint="roadtrain launch PLAN.toml JOB.toml")
     plan_file, checked_job = load_plan_file(plan), load_job(job)
     check_batch(plan_file, checked_job)
+    if unused := unused_files(plan_file.plan, checked_job):
+        print(f"note: {unused}")
     home = RunHome.of(name or Path(job).stem)
     if write:
         return write_files(plan_file, checked_job, home.name, write, out, image)

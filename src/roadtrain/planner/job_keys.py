@@ -71,6 +71,19 @@ def contradicted(plan: Plan, job: Job) -> str:
     return ""
 
 
+def unused_files(plan: Plan, job: Job) -> str:
+    """Return a sentence if the job's store.files are not the place of the plan's state, else ""."""
+    place, files = plan.placement, job.store.files
+    if not files or place.state == "ssd":
+        return ""
+    where = "on servers" if place.served else "in memory"
+    where += ", with snapshots in the run's directory" * (place.name in IN_STAGES)
+    return (
+        f"store.files of the job ({', '.join(files)}) is not used: placement {place.name} keeps"
+        f" the state {where}; `roadtrain plan --placements files` keeps it on SSDs"
+    )
+
+
 def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Return the job keys that a plan with machines decides.
 

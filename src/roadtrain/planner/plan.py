@@ -27,7 +27,7 @@ from roadtrain.config.plan_file import HEADROOM, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.job_file import steps_of, write_job_file
-from roadtrain.planner.job_keys import batch_of_job, run_name
+from roadtrain.planner.job_keys import batch_of_job, run_name, unused_files
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
@@ -125,6 +125,8 @@ def command(
     again = f"simulate {cluster_file} --model {model} --plan {out}"
     lines = [f"plan    {out} (roadtrain {f'launch {out} {job}' if job else again})"]
     lines += [f"launch  not possible: {lacking}"] if lacking else []
+    if loaded is not None and (unused := unused_files(answer.pick.plan, loaded)):
+        lines.append(f"note    {unused}")
     started = [] if job else switches.commands(answer.pick.plan, cluster)
     print("\n".join([*lines, *(f"start   {line}" for line in started)]))
     if traced is not None and trace:

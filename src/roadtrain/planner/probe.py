@@ -240,6 +240,8 @@ def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]]
     """Return the `ssds` entries of these directories for the cluster file, and the total rate of
     the SSDs in bytes/s. Add the names of values that could not be measured to `missing`."""
     ssds, uplink = [], 0.0
+    if not dirs:
+        missing.append("storage: name the directories of your SSDs with --dirs")
     for directory in dirs:
         storage = storage_rates(directory)
         mixed = min(2.0, max(1.0, storage.mixed / (2 / (1 / storage.read + 1 / storage.write))))

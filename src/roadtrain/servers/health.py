@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.errors import DeadlineError, PeerError, WireError
+from roadtrain.errors import AuthError, DeadlineError, PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.trace import Interval
 from roadtrain.transport.link import Link
@@ -118,7 +118,9 @@ def rows(
     for number, (name, status) in enumerate(zip(names, found)):
         if isinstance(status, PeerError):
             kind = "switch" if number >= len(names) - switches else role
-            out.append((f"{kind} {number}", f"does not answer: {str(status).splitlines()[0]}"))
+            refused = isinstance(status, AuthError)
+            why = "refuses to answer" if refused else "does not answer"
+            out.append((f"{kind} {number}", f"{why}: {str(status).splitlines()[0]}"))
             continue
         kind = "switch" if status[0].startswith(SWITCH) else role
         first, *more = status[0].removeprefix(SWITCH).split("\n")

@@ -253,7 +253,9 @@ class SessionHost:
             elif self.front is not None:
                 name = self.front.name
                 raise self._other_route(greeting, name, "worker {} has no {}, but others have one")
-            elif not session.is_of(greeting):
+            elif not session.is_of(greeting) or greeting.rank in session.connections:
+                if session.deserted:  # another start of the job begins
+                    session.end(LostError("its workers have left"))
                 raise session.busy()
             return session.admit(greeting.rank, link, greeting.signature)
 

@@ -548,7 +548,7 @@ class Server:
         if self.trial.chosen and not chosen:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
             self.config.report(
-                f"{self.config.name}: reads and writes are"
-                f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
-                f" {bursts})"
+                f"{self.config.name}: reads and writes of its files"
+                f" {'alternate' if self._device.burst else 'are mixed'}, as measured: alternating"
+                f" {bursts}, mixed {mix}"
             )

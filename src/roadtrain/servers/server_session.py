@@ -110,6 +110,12 @@ class ServerSession(ParameterSession):
             raise
         return worker
 
+    @property
+    def deserted(self) -> bool:
+        """Whether all workers that joined have left, and others may still join."""
+        with self.lock:
+            return self.over is None and self.lost_ranks >= self.connections.keys()
+
     def is_of(self, hello: m.Hello) -> bool:
         """Return whether the worker that sent `hello` belongs to this start of the job."""
         theirs = hello.session, hello.workers, hello.local
@@ -158,10 +164,10 @@ class ServerSession(ParameterSession):
         return None
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """End the session if a step is in progress or all workers are lost. Between steps, all
-        workers may be leaving.
+        """End the session if a step is in progress or no further worker can join. Between steps,
+        all workers may be leaving, and others may join late only to find no step left.
         """
-        if all_gone or self.server is None:
+        if self.server is None or (all_gone and len(self.connections) == self.workers):
             self.end(error)
         else:
             self.server.receive(messages.PeerLost(rank, str(error)))
@@ -405,6 +411,8 @@ class ServerSession(ParameterSession):
             done = self._done or (self.store.file_bytes() if self.tier is None else 0)
             for worker in self.everyone():
                 worker.say(m.PROGRESS, (self._doing, done, self._all))
+        if self.deserted and all(worker.silent_for(silent_s) for worker in self.everyone()):
+            self.end(LostError("its workers have left"))
         super().look(silent_s)
 
     def status(self) -> m.Status:

@@ -70,7 +70,8 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         raise ForeignError(
             f"{where}: the store is of another model: "
             + (what if diff else "its blocks have other names or other parameters"),
-            hint="name another store directory, or use the same model, blocks and error feedback",
+            hint="use the same model, blocks and error feedback, or another store directory"
+            " (another --run.dir, if the store is in it)",
         )
     if held.groups != store_plan.groups:
         raise ForeignError(

@@ -87,19 +87,25 @@ class Tokens:
         starts = [_draw(self.seed, step, micro, row) % room for row in range(batch_size)]
         return _rows(self.train, starts, seq_len)
 
+    def held_out_rows(self, batch_size: int, seq_len: int) -> int:
+        """Return the number of held-out samples. Raises ConfigError if they are less than a
+        batch."""
+        rows = (len(self.held_out) - 1) // seq_len
+        if rows < batch_size:
+            raise ConfigError(
+                f"{len(self.held_out)} tokens are held out, but a batch needs"
+                f" {batch_size * seq_len + 1} tokens",
+                hint="raise data.held_out, or set it to 0 for no held-out loss",
+            )
+        return rows
+
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield at most `n` batches that cover the held-out tokens evenly, the same in every
         call."""
-        rows = (len(self.held_out) - 1) // seq_len
+        rows = self.held_out_rows(batch_size, seq_len)
         n = min(n, rows // batch_size)
-        if n < 1:
-            raise ConfigError(
-                f"{len(self.held_out)} tokens are held out, but a batch needs"
-                f" {batch_size * seq_len + 1} tokens",
-                hint="raise data.held_out",
-            )
         starts = [i * rows // (n * batch_size) * seq_len for i in range(n * batch_size)]
         for i in range(n):
             yield _rows(self.held_out, starts[i * batch_size : (i + 1) * batch_size], seq_len)

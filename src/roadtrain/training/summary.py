@@ -84,15 +84,14 @@ def rows(
     `plain`: the memory in bytes that ordinary training of the model needs. `program`: the command
     that starts roadtrain.
     """
-    held = show_bytes(totals.resident)
-    if totals.resident < plain:
-        held += f", {totals.resident / plain:.0%} of that"
+    out = [("plain training needs (parameters, gradients, optimizer)", show_bytes(plain))]
+    if totals.losses:
+        held = show_bytes(totals.resident)
+        if totals.resident < plain:
+            held += f", {totals.resident / plain:.0%} of that"
+        out.append(("roadtrain held at most", held))
     peak = show_bytes(memory_limit.peak())
-    out = [
-        ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
-        ("roadtrain held at most", held),
-        ("peak memory of the process, torch and text included", peak),
-    ]
+    out.append(("peak memory of the process, torch and text included", peak))
     if (limit := job.limit_nbytes) is not None:
         enforced = f"{show_bytes(limit)}, enforced by {memory_limit.ENFORCED_BY}"
         out.append(("limit of the process", enforced))

@@ -42,6 +42,10 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
                 job.run.report_to, job.run_dir, {**as_tree(job), "lossy": job.lossy}, run.report
             ) as trackers,
         ):
+            if job.data.held_out:  # refuse before training
+                run.tokens.held_out_rows(job.data.batch_size, job.data.seq_len)
+            if run.steps_done >= job.run.steps:
+                run.report(f"step {run.steps_done} of {job.run.steps}: no step is left to train")
             why, totals = train_steps(run, stop, trackers)
             run.finish(why)
             trackers.follow(lines_of(job), run.steps_done)

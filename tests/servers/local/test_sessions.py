@@ -252,3 +252,26 @@ def test_workers_end_at_their_deadline_without_progress(host, tmp_path, monkeypa
     assert any("DeadlineError: waited 3 s" in e for e in workers.errors()), workers.errors()
     go.set()
     check_next_session_trains(server, tmp_path, "again")
+
+
+def test_a_worker_that_comes_when_the_others_have_left(host, tmp_path):  # Rule 5
+    """All steps are done: worker 0 has nothing to do and leaves before worker 1 joins."""
+    server = host()
+    assert run(server, tmp_path, "first", workers=2).join() == [0, 0]
+    late = run(server, tmp_path, "late", workers=2, changes={1: "late"})
+    assert late.join() == [0, 0], late.errors()
+    never = run(server, tmp_path, "never", workers=2, changes={1: "late"})
+    never.processes[1].kill()
+    never.processes[0].join(60)
+    more = run(server, tmp_path, "more", workers=2, steps=4, retry_s=20)
+    assert more.join() == [0, 0], more.errors()
+    assert sum("its workers have left" in line for line in server.lines) == 1, server.lines
+
+
+def test_a_session_without_workers_ends(host, tmp_path):
+    server = host(silent_s=1)
+    never = run(server, tmp_path, "never", workers=2, steps=0, changes={1: "late"})
+    never.processes[1].kill()
+    never.processes[0].join(60)
+    wait_for(lambda: server.session is None, "the end of the session")
+    assert "its workers have left" in server.lines[-1]
