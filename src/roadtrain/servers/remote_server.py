@@ -41,7 +41,8 @@ class RemoteServer:
         self.deliver: Callable[[Any], None] = lambda message: None  # set by `connect`
         self._pulls: dict[int, messages.BlockPull] = {}  # by ticket
         self._missing: dict[int, int] = {}  # ticket -> chunks of the pull that have not arrived
-        self._asked_at: dict[int, float] = {}  # ticket -> when the pull was sent
+        self._begun: dict[int, float] = {}  # ticket -> when its first chunk began to arrive
+        self._fetched_at = 0.0  # when the last pull was complete
         self._stages, self._lane = Stages(), ""
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         # the operation in progress at the server, how much of it is done, and its total
@@ -71,7 +72,6 @@ class RemoteServer:
             case messages.BlockPull():
                 self._pulls[message.ticket] = message
                 self._missing[message.ticket] = message.chunks
-                self._asked_at[message.ticket] = time.perf_counter()
             case messages.BlockPush(update=update):
                 if update is not None:
                     self._post(*m.update_frame(update, with_push=True))
@@ -174,6 +174,7 @@ class RemoteServer:
                     f"pull {pull.ticket} requested {len(into)} bytes of chunk {chunk.id}, but"
                     f" {nbytes} bytes arrived"
                 )
+            self._begun.setdefault(pull.ticket, time.perf_counter())
             return into
         if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.STEP_WORDS, m.RECORD):
             raise WireError(f"a frame of kind {kind} must have no payload, but has {nbytes} bytes")
@@ -217,7 +218,10 @@ class RemoteServer:
             del self._pulls[ticket], self._missing[ticket]
             chunks = [chunk for chunk in block.chunks if pull.chunks & bit_of(block, chunk.id)]
             nbytes = sum(chunk.weights_nbytes for chunk in chunks)
-            self._stages.interval("Fetch", self._lane, self._asked_at.pop(ticket), nbytes)
+            start = max(self._begun.pop(ticket), self._fetched_at)
+            self._fetched_at = time.perf_counter()
+            self._stages.add("Fetch", self._fetched_at - start, nbytes)
+            self._stages.interval("Fetch", self._lane, start, nbytes)
             self.deliver(messages.BlockPulled(ticket))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:

@@ -133,7 +133,10 @@ def _moved(job: Job, totals: Totals) -> str:
         return f"{fetched} of parameters, {pushed} of gradients"
     written = nbytes["Write"] + nbytes["Commit"]
     rate = show_rate((nbytes["Read"] + written) / totals.seconds)
-    return f"{show_bytes(nbytes['Read'])} from files, {show_bytes(written)} to files, {rate}"
+    return (
+        f"{fetched} of parameters, {show_bytes(nbytes['Read'])} of state from files,"
+        f" {show_bytes(written)} to files, {rate}"
+    )
 
 
 def _step(job: Job, totals: Totals) -> str:

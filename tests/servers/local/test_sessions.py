@@ -20,7 +20,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.file import FileTier
 from roadtrain.transport.tcp import TcpOptions
-from tests.support.models import Case
+from tests.support.models import Case, build, new_scaler, one_step
 from tests.support.processes import Workers, free_port, losses
 
 
@@ -275,3 +275,16 @@ def test_a_session_without_workers_ends(host, tmp_path):
     never.processes[0].join(60)
     wait_for(lambda: server.session is None, "the end of the session")
     assert "its workers have left" in server.lines[-1]
+
+
+def test_the_transfers_of_a_link_are_counted(host):
+    case = Case()
+    model, optimizer = build(case)
+    with roadtrain.place(model, optimizer, store=Servers([host().where])) as placed:
+        for step in (1, 2):
+            one_step(case, model, placed, new_scaler(case), step)
+            fetch = placed.metrics()["stages"]["Fetch"]
+        (link,) = {i.lane for i in placed.session.stages.intervals() if i.lane.startswith("link")}
+    blocks = placed.session.meta.table.blocks[1:]
+    assert fetch["bytes"] >= sum(block.pull_nbytes for block in blocks)
+    assert 0 < fetch["seconds"] < 60 and link.startswith("link of worker 0 to server 0")
