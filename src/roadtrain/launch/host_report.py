@@ -25,7 +25,7 @@ import psutil
 
 from roadtrain.errors import StoreError
 from roadtrain.storage.current import current
-from roadtrain.storage.direct import free_nbytes
+from roadtrain.storage.direct import free_nbytes, mount_of
 from roadtrain.storage.mark import MarkRecord
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.sealed import unsealed
@@ -155,13 +155,9 @@ def _not_writable(path: Path) -> str:
 def _network_files(path: Path) -> str:
     """Return the type, source and mount point of a network file system that contains `path`, or
     ""."""
-    best, found = -1, ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        source, at, kind = line.split()[:3]
-        if len(at) > best and path.is_relative_to(at):
-            shared = kind in NETWORK_FILES or kind.startswith("fuse.")
-            best, found = len(at), f"{kind} {source} {at}" if shared else ""
-    return found
+    source, at, kind = mount_of(path)
+    shared = kind in NETWORK_FILES or kind.startswith("fuse.")
+    return f"{kind} {source} {at}" if shared else ""
 
 
 def report_store(path: str) -> StoreReport:

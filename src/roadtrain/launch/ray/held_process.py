@@ -18,9 +18,8 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import Process
-from roadtrain.launch.protocol.run_events import HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.run_events import KILLED, HostLost, Output, ProcessEnded
 
-KILLED = -9  # exit code of a process that signal 9 killed
 TURN_S = 0.1  # longest delay of a stop request
 ProcessEvent = Output | ProcessEnded
 

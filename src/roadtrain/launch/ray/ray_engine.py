@@ -34,6 +34,8 @@ from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.launch_engine import ASK_S, HostSeen, answer_of, run_command
 from roadtrain.launch.processes import Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
+    KILLED,
+    WORKERS,
     HostJoined,
     HostLeaving,
     HostLost,
@@ -56,7 +58,6 @@ from roadtrain.launch.ray.actors import (
 from roadtrain.launch.ray.nodes import HostMap, RayNode
 from roadtrain.launch.worker_run import WorkerRun
 
-WORKERS = "workers"  # the name that stands for all workers in `stop`
 BEGIN_S = 60.0  # timeout for an actor of an earlier engine to answer
 WORKERS_BEGIN_S = 180.0  # timeout for Ray to start the workers of a host
 LOOK_S = 0.5  # interval of the checks of the nodes
@@ -64,7 +65,6 @@ PATIENCE_S = 2.0  # duration of a long poll
 AGAIN_S = 0.5  # pause before an actor is polled again after a failure
 SILENT_S = 60.0  # an actor that answers no poll for this long is replaced
 NAME_S = 15.0  # timeout for the name of a killed actor to become free
-KILLED = -9  # exit code of a process that signal 9 killed
 
 
 @dataclass
