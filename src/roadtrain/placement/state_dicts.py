@@ -49,6 +49,8 @@ _MARK = "_roadtrain_states"  # attribute of a module: the ModelStates that hooke
 class ValueSource(Protocol):
     """The methods of PlacedOptimizer through which this module reads and writes the store."""
 
+    closed: bool
+
     def reading(self) -> AbstractContextManager[Pieces]:
         """Context manager whose target is a function that reads values from the store. The values
         include the update of the last step(). Raises LoopError if they cannot be read now."""
@@ -58,9 +60,6 @@ class ValueSource(Protocol):
 
     def check_rewrite(self) -> None:
         """Raise LoopError if the values in the store cannot be replaced by new values now."""
-
-    @property
-    def closed(self) -> bool: ...
 
 
 class Values:

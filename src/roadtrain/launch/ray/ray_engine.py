@@ -339,13 +339,13 @@ class RayEngine:
         if service.process is None:
             if service.life:  # else Ray may still start it
                 self._lose_workers(service.host, why)
-            return
-        name = service.process.name
-        if self._services.get(name) is not service:
-            return
-        del self._services[name]
-        ray.kill(service.actor, no_restart=True)
-        self._events.append(ProcessEnded(name, KILLED, why))
+        elif self._services.get(service.process.name) is service:
+            self._service_ended(ProcessEnded(service.process.name, KILLED, why))
+
+    def _service_ended(self, ended: ProcessEnded) -> None:
+        self._events.append(ended)
+        if (service := self._services.pop(ended.name, None)) is not None:
+            ray.kill(service.actor, no_restart=True)
 
     def _take(self, service: _PolledActor, batch: EventBatch) -> None:
         if not service.life and service is next(iter(self._at_work.values()), None):
@@ -364,9 +364,7 @@ class RayEngine:
             elif service.process is None:
                 self._worker_ended(event)
             else:
-                self._events.append(event)
-                if self._services.pop(name, None) is not None:
-                    ray.kill(service.actor, no_restart=True)
+                self._service_ended(event)
 
     def close(self) -> None:
         """End the workers and the services."""
