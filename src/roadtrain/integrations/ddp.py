@@ -16,13 +16,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
+from roadtrain.servers.serve import budget_of
 from roadtrain.sums.formats import format_of
 from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.spare_hosts import SpareHosts
@@ -30,7 +30,6 @@ from roadtrain.sums.sums import SumSetup, connect
 from roadtrain.sums.tensor_sums import TensorSums
 from roadtrain.transport.address import own_address, token_of
 from roadtrain.transport.tcp import Tls
-from roadtrain.units import parse_bytes
 
 ANY_PORT = 9
 
@@ -108,14 +107,13 @@ class Summation(TensorSums):
         token = self.token if self.token_file is None else self.token_file
         spares = SpareHosts(self.spares, self.spare_rates, token_of(token), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        free = psutil.virtual_memory().available
         setup = SumSetup(
             rank=self.rank,
             workers=self.workers,
             inside=self.local,
             rule=self.rule,
             address=self.address or own_address((master, ANY_PORT)),
-            nbytes=parse_bytes(free // 2 if self.budget is None else self.budget),
+            nbytes=budget_of(self.budget),
             deadline_s=self.deadline_s,
             rates=self.rates,
             roots=self.roots,
