@@ -173,7 +173,7 @@ CHANGES: Sequence[Change] = (
         "an update begins before its gradient has left",
         Worker,
         "_carry_out",
-        'self._after["push"].put(None, partial(self._send_later, action))',
+        'self._after["push"].put(None, partial(self._send_all, [action]))',
         "self._send_all([action])",
     ),
     Change(

@@ -158,13 +158,13 @@ def worker(
     if how in ("ddp", "hook"):
         parallel = DistributedDataParallel(net)
         if how == "hook":
-            state = Summation(spares=spares, token_file=token)
+            state = Summation(spares=spares, token=token)
             parallel.register_comm_hook(state, sum_hook)
         net = parallel
     else:
         if how.endswith("no priorities"):
             hvd.Summation = _EqualPriority  # type: ignore[misc]
-        hvd.init(spares=spares, token_file=token)
+        hvd.init(spares=spares, token=token)
         later = net if how.startswith("later") else None
         optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters(), model=later)
     torch.manual_seed(1 + rank)

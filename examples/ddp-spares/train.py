@@ -15,7 +15,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
 model = DistributedDataParallel(model.append(nn.Linear(256, 4)))
 # The new lines: gradients go to the summation service, in place of gloo's all-reduce.
-summation = roadtrain.Summation(spares=["127.0.0.1:7010"], token_file="runs/ddp-spares/token")
+summation = roadtrain.Summation(spares=["127.0.0.1:7010"], token="runs/ddp-spares/token")
 model.register_comm_hook(summation, roadtrain.sum_hook)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

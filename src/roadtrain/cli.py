@@ -182,6 +182,11 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
             job_args.append(arg)
             if not has_value and left and not left[0].startswith("--"):
                 job_args.append(left.pop(0))
+        elif "." in typed:
+            raise ConfigError(
+                f"unknown option `--{typed}`",
+                hint=f"`roadtrain {name}` takes no keys of a job: write them into the job file",
+            )
         else:
             raise unknown_name("option", f"--{typed}", map(_typed, options))
     _check_words(name, words)

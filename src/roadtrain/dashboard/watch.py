@@ -78,8 +78,8 @@ class NodeWatch:
             self.answered = time.monotonic()
             if self.role == "server" and time.monotonic() - intervals_at > INTERVALS_EVERY_S:
                 intervals_at = time.monotonic()
-                asks, kind = health.ASK_INTERVALS, list[Interval]
-                found = health.ask(where, options, asks, ANSWER_S, kind)
+                how = {"hello": health.ASK_INTERVALS, "kind": list[Interval]}
+                found = health.ask(where, options, answer_s=ANSWER_S, **how)
                 self.intervals = self.intervals if isinstance(found, PeerError) else found
 
 

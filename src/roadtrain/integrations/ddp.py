@@ -16,13 +16,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
+from roadtrain.servers.serve import budget_of
 from roadtrain.sums.formats import format_of
 from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.spare_hosts import SpareHosts
@@ -30,7 +30,6 @@ from roadtrain.sums.sums import SumSetup, connect
 from roadtrain.sums.tensor_sums import TensorSums
 from roadtrain.transport.address import own_address, token_of
 from roadtrain.transport.tcp import Tls
-from roadtrain.units import parse_bytes
 
 ANY_PORT = 9
 
@@ -55,8 +54,10 @@ class Summation(TensorSums):
         rule: "sum", or "accumulate" for asynchronous training.
         address: Address at which other hosts reach this host. If None, it is the address from which
             this host reaches MASTER_ADDR.
-        token_file: File with the token of the spare hosts. Workers of several hosts use the token
-            to authenticate each other, so several hosts need a token even without spare hosts.
+        token: The token of the spare hosts, or the path of a file that contains it (mode 600).
+            Workers of several hosts use the token to authenticate each other, so several hosts need
+            a token even without spare hosts.
+        token_file: The older name of `token`.
         budget: Memory in bytes for this process's reducers. If None, half of the free memory.
         deadline_s: Timeout of a sum, in seconds.
         tls: Certificate and key of this host, and the authority that signed the certificates of
@@ -79,6 +80,7 @@ class Summation(TensorSums):
     roots: Sequence[int] | None = None
     rule: str = "sum"
     address: str | None = None
+    token: bytes | PathLike | None = None
     token_file: PathLike | None = None
     budget: Size | None = None
     deadline_s: Deadline = 600.0
@@ -88,6 +90,8 @@ class Summation(TensorSums):
 
     def __post_init__(self) -> None:
         check_options(Summation, vars(self))
+        if self.token is not None and self.token_file is not None:
+            raise ConfigError("both token and token_file are set", hint="use token only")
         if not dist.is_initialized():
             raise ConfigError(
                 "no process group exists", hint="call torch.distributed.init_process_group()"
@@ -100,16 +104,16 @@ class Summation(TensorSums):
                 f"rule={self.rule!r} is not possible with format={self.format!r}",
                 hint="use rule='sum', or rule='accumulate' with format='' to store exact values",
             )
-        spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
+        token = self.token if self.token_file is None else self.token_file
+        spares = SpareHosts(self.spares, self.spare_rates, token_of(token), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        free = psutil.virtual_memory().available
         setup = SumSetup(
             rank=self.rank,
             workers=self.workers,
             inside=self.local,
             rule=self.rule,
             address=self.address or own_address((master, ANY_PORT)),
-            nbytes=parse_bytes(free // 2 if self.budget is None else self.budget),
+            nbytes=budget_of(self.budget),
             deadline_s=self.deadline_s,
             rates=self.rates,
             roots=self.roots,

@@ -108,7 +108,7 @@ def init(**options: Any) -> None:
     """Start the summation service. A second call does nothing.
 
     Args:
-        **options: Options of roadtrain.Summation. Workers of several hosts need `token_file`.
+        **options: Options of roadtrain.Summation. Workers of several hosts need `token`.
     """
     if _World.exchange is not None:
         return

@@ -75,16 +75,6 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def reference(
-        self,
-        p: Array,
-        grad: Array,
-        grad_dtype: str,
-        arrays: Arrays,
-        row: Array,
-        hyper: Hyper,
-        grad_scale: float,
-        copy: Array | None,
-        copy_dtype: str | None,
-    ) -> None:
-        """Run the step of `apply` in plain numpy. `apply` must give the same bits."""
+    def reference(self, *args: Any) -> None:
+        """Run the step of `apply`, with the same arguments, in plain numpy. `apply` must give the
+        same bits."""

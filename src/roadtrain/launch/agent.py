@@ -196,14 +196,7 @@ class HostAgent:
             self._selector.unregister(self._sink)
 
     def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._sink, self._unsent[: 16 * READ])]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._going = False
-            self._unsent.clear()
+        self._going = m.write_some(self._sink, self._unsent) and self._going
 
 
 def device_count() -> int:

@@ -79,13 +79,7 @@ class AgentLink:
     def flush(self) -> None:
         """Write as many unsent bytes to the agent as the pipe accepts, or drop them if the agent
         has ended."""
-        try:
-            while self.unsent:
-                del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.unsent.clear()
+        m.write_some(self.to_agent, self.unsent)
 
     def read(self) -> list[m.FromAgent] | None:
         """Return the new messages, or None if the agent has ended or sent an invalid message."""

@@ -1,15 +1,18 @@
 """Messages between a supervisor and its agent on a host: lines of limited length with one JSON
-object each. Does NOT do any I/O."""
+object each. Does NOT read them."""
 
 from __future__ import annotations
+
+import os
 
 import msgspec
 
 from roadtrain.errors import WireError
 from roadtrain.launch.processes import Process
-from roadtrain.units import MIB
+from roadtrain.units import KIB, MIB
 
 ALIVE_S = 5.0  # interval of an agent's heartbeats
+PIECE = 256 * KIB  # bytes per write
 MESSAGE_LIMIT = 32 * MIB  # bytes per line, including the files of a process
 
 
@@ -65,6 +68,20 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
     if len(line) > MESSAGE_LIMIT:
         raise WireError(f"a message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")
     return line
+
+
+def write_some(pipe: int, unsent: bytearray) -> bool:
+    """Write as many bytes as a pipe accepts now, and remove them from `unsent`. Return False, and
+    drop all, if nobody reads the pipe any more."""
+    try:
+        while unsent:
+            del unsent[: os.write(pipe, unsent[:PIECE])]
+    except BlockingIOError:
+        pass
+    except BrokenPipeError:
+        unsent.clear()
+        return False
+    return True
 
 
 class LineSplitter:

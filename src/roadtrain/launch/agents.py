@@ -25,6 +25,8 @@ from roadtrain.launch.descendants import MARK, kill_marked
 from roadtrain.launch.launch_engine import HostSeen, answer_of, run_command
 from roadtrain.launch.processes import THREADS, Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
+    KILLED,
+    WORKERS,
     HostJoined,
     HostLeaving,
     HostLost,
@@ -35,10 +37,8 @@ from roadtrain.launch.protocol.run_events import (
 from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.retry import undone_on_error
 
-WORKERS = "workers"  # the name that stands for all workers in `stop`
 TURN_S = 0.1  # interval of the checks for agents that are slow, silent or due to start
 AGAIN_S = 1.0  # pause before an agent is restarted
-KILLED = -9  # exit code of a process that signal 9 killed
 
 
 @dataclass

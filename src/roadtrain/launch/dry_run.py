@@ -13,6 +13,7 @@ from roadtrain.launch.checks import CHECKED
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.processes import Process
 from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.training.progress import show_table
 from roadtrain.units import show_count
 
 
@@ -32,12 +33,13 @@ def dry_run(run: ResolvedRun, home: RunHome) -> str:
         *(f"  {number}. {text}" for number, text in enumerate(CHECKED, 1)),
         "",
         "started, in this order",
-        *_table([_process(run, process) for process in (*services, *workers)]),
-        "",
-        "written",
-        *_table([*_written_here(home), *_written(run, (*services, *workers))]),
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    processes = (*services, *workers)
+    show_table([("", *_process(run, process)) for process in processes], lines.append)
+    lines += ["", "written"]
+    rows = (*_written_here(home), *_written(run, processes))
+    show_table([("", *row) for row in rows], lines.append)
+    return "\n".join(lines)
 
 
 def _process(run: ResolvedRun, process: Process) -> tuple[str, str, str]:
@@ -70,9 +72,3 @@ def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[s
         if host.workers:
             for path in (run.directory, *run.stores_of_workers(host.name)):
                 yield host.name, f"{path}/", "by its workers"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))

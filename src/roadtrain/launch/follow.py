@@ -11,10 +11,10 @@ from roadtrain.launch.control_socket import ControlClient
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.logs import LogTail
-from roadtrain.launch.supervisor_process import REFUSED, ask_to_stop
+from roadtrain.launch.protocol.run_events import INTERRUPTED, REFUSED
+from roadtrain.launch.supervisor_process import ask_to_stop
 from roadtrain.launch.waiting import POLL_S
 
-INTERRUPTED = 130  # the exit code of a run that was stopped
 # The cause to which the time of a phase of a start is attributed. Phases that are not listed are
 # attributed to "ours", roadtrain itself.
 PHASE_OWNERS = {

@@ -34,6 +34,7 @@ import msgspec
 
 from roadtrain.errors import ConfigError, FullError, LaunchError
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
+from roadtrain.storage.lock import is_locked
 from roadtrain.storage.sealed import check_json, sealed_json
 from roadtrain.transport.address import write_token
 
@@ -219,8 +220,8 @@ class RunHome:
         or starts its supervisor. Raises LaunchError if another command has the lock, and StoreError
         if the home is not writable."""
         self._make()
-        with _opened(self.path / "starting", os.O_CREAT) as descriptor:
-            if not _lock(descriptor, fcntl.LOCK_EX):
+        with _opened(self.path / "starting") as descriptor:
+            if not _lock(descriptor):
                 raise LaunchError(
                     f"another command is launching run {self.name!r} right now",
                     hint=f"roadtrain status {self.name} shows the run; --name starts another run",
@@ -231,9 +232,9 @@ class RunHome:
     def supervised(self) -> Iterator[None]:
         """Hold the lock of the run's supervisor within the `with` statement. Raises LaunchError if
         another process has it."""
-        with _opened(self.path / "lock", os.O_CREAT) as descriptor:
+        with _opened(self.path / "lock") as descriptor:
             for _ in range(TRIES):  # no deadline, as this process may be frozen during the wait
-                if _lock(descriptor, fcntl.LOCK_EX):
+                if _lock(descriptor):
                     break
                 time.sleep(PAUSE_S)
             else:
@@ -247,33 +248,29 @@ class RunHome:
     def taking_over(self) -> Iterator[None]:
         """Wait, without a timeout, until the run's supervisor has ended. Then hold its lock within
         the `with` statement."""
-        with _opened(self.path / "lock", os.O_CREAT) as descriptor:
+        with _opened(self.path / "lock") as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
     def is_supervised(self) -> bool:
         """Return True if a supervisor of the run is alive on this host."""
-        try:
-            with _opened(self.path / "lock") as descriptor:
-                return not _lock(descriptor, fcntl.LOCK_SH)  # shared, so probes do not conflict
-        except FileNotFoundError:
-            return False
+        return is_locked(self.path / "lock")
 
 
 @contextmanager
-def _opened(path: Path, more: int = 0) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | more, 0o600)
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file until `descriptor` is closed, with LOCK_EX or LOCK_SH. Return False if
-    another process has the lock."""
+def _lock(descriptor: int) -> bool:
+    """Try to lock a file until `descriptor` is closed. Return False if another process has the
+    lock."""
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -9,7 +9,6 @@ files. Does not import torch, so that the command ends within a second. Does NOT
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import importlib.metadata
 import os
@@ -25,7 +24,8 @@ import psutil
 
 from roadtrain.errors import StoreError
 from roadtrain.storage.current import current
-from roadtrain.storage.direct import free_nbytes
+from roadtrain.storage.direct import free_nbytes, mount_of
+from roadtrain.storage.lock import is_locked
 from roadtrain.storage.mark import MarkRecord
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.sealed import unsealed
@@ -155,20 +155,16 @@ def _not_writable(path: Path) -> str:
 def _network_files(path: Path) -> str:
     """Return the type, source and mount point of a network file system that contains `path`, or
     ""."""
-    best, found = -1, ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        source, at, kind = line.split()[:3]
-        if len(at) > best and path.is_relative_to(at):
-            shared = kind in NETWORK_FILES or kind.startswith("fuse.")
-            best, found = len(at), f"{kind} {source} {at}" if shared else ""
-    return found
+    source, at, kind = mount_of(path)
+    shared = kind in NETWORK_FILES or kind.startswith("fuse.")
+    return f"{kind} {source} {at}" if shared else ""
 
 
 def report_store(path: str) -> StoreReport:
     at = report_path(path)
     if at.rest or at.refused:
         return StoreReport(at)
-    locked = is_locked(Path(path))
+    locked = any(map(is_locked, (Path(path), Path(path, "lock"))))  # see storage/lock.py
     try:
         now = current(Path(path))
         if now is None or now.step < 0:
@@ -178,22 +174,6 @@ def report_store(path: str) -> StoreReport:
         return StoreReport(at, locked, damage=str(error).partition("\n")[0])
     elements = sum(param.numel for _, params in meta.blocks for param in params)
     return StoreReport(at, locked, meta.job, now.step, elements)
-
-
-def is_locked(directory: Path) -> bool:
-    """Return True if another process has the store open."""
-    lock = directory / "lock"  # used on file systems that cannot lock directories
-    for path in (directory, lock) if lock.exists() else (directory,):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so probes do not conflict
-        except BlockingIOError:
-            return True
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
-    return False
 
 
 def mark_record(directory: Path) -> MarkRecord:

@@ -32,6 +32,7 @@ from roadtrain.launch.engines import (
 )
 from roadtrain.launch.follow import follow
 from roadtrain.launch.home import LaunchRecord, RunHome
+from roadtrain.launch.paused_run import ReplanOptions
 from roadtrain.launch.resolve import resolve
 from roadtrain.launch.run_verbs import (
     existing_run,
@@ -50,7 +51,7 @@ WRITERS: Mapping[str, str] = {
     "slurm": "roadtrain.launch.write_slurm:write_slurm",
     "kubernetes": "roadtrain.launch.write_kubernetes:write_kubernetes",
 }
-REPLAN = "roadtrain.launch.replan:replan_run"  # imported on first use, as it imports the planner
+REPLAN = "roadtrain.launch.replan:replan"  # imported on first use, as it imports the planner
 DRY_RUN = "roadtrain.launch.dry_run:dry_run"
 IF_DIES = ("keep", "stop")  # values of --if-launcher-dies
 
@@ -113,14 +114,14 @@ def command(
             replan,
             lambda run: function_of(REPLAN)(
                 existing_run(run),
-                {
-                    "dry_run": dry_run,
-                    "write_plan": write_plan,
-                    "new_run": new_run,
-                    "placements": tuple(name for name in placements.split(",") if name),
-                    "detach": detach,
-                    "if_launcher_dies": if_launcher_dies,
-                },
+                ReplanOptions(
+                    dry_run=dry_run,
+                    write_plan=write_plan,
+                    new_run=new_run,
+                    placements=tuple(name for name in placements.split(",") if name),
+                    detach=detach,
+                    if_launcher_dies=if_launcher_dies,
+                ),
                 partial(resume_run, run, paused=True),
             ),
         ),

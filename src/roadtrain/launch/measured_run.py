@@ -12,6 +12,7 @@ reason. Does NOT judge the results (measured_cluster.py).
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,16 +77,19 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
             found = msgspec.convert(answer, HostAnswer)
             names = {"here": prober, **places}
             links += [MeasuredLink(names[a], names[b], *seen) for a, b, *seen in found.links]
-            for why in found.missing:
-                for where, name in names.items():
-                    why = why.replace(where, name)
-                missing.append(why)
+            missing += [with_names(why, names) for why in found.missing]
     except LaunchError as error:
         missing.append(str(error).partition("\n")[0])
     finally:
         _end(engine, started)
     workers = tuple(_workers(engine, run, worker_hosts, missing))
     return MeasuredRun(tuple(links), workers, tuple(missing), run.shared)
+
+
+def with_names(text: str, names: Mapping[str, str]) -> str:
+    """Replace the addresses in a text, and the word "here", by the names of their hosts."""
+    addresses = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w.:])({addresses})(?!\w)", lambda found: names[found[0]], text)
 
 
 def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:

@@ -24,6 +24,18 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class ReplanOptions:
+    """The options that `roadtrain launch` accepts with --replan."""
+
+    dry_run: bool = False
+    write_plan: str = ""  # also write the plan to this file
+    new_run: str = ""  # name of a new run to plan, or "" to replan the existing run
+    placements: tuple[str, ...] = ()  # placements to try for a new run; if empty, try all
+    detach: bool = False  # option of the resumed run
+    if_launcher_dies: str = "keep"  # option of the resumed run
+
+
+@dataclass(frozen=True)
 class PausedRun:
     """A run to stop and resume. `start`: a function that restarts the run, with the arguments
     `if_launcher_dies` and `detach`. It returns when the run has ended, or at once if `detach` is

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -37,7 +36,8 @@ from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.measured_cluster import WITHIN, measured_cluster
 from roadtrain.launch.measured_run import MeasuredRun, slower
-from roadtrain.launch.paused_run import GoOn, PausedRun, Report
+from roadtrain.launch.paused_run import GoOn, PausedRun, ReplanOptions, Report
+from roadtrain.launch.protocol.run_events import REFUSED
 from roadtrain.planner.arrangements import Arranged, best_arrangement
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, machines_of_kind, predicted_of
@@ -48,7 +48,6 @@ from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_seconds
 
-REFUSED = 2  # exit code of a run that was refused before any of its processes started
 BETTER = 0.03  # smallest relative gain per step for which a plan is replaced
 CALIBRATED = ("measured", "lab")  # names of constants, besides the defaults, that a plan may use
 SAME = 1e-6  # largest relative difference of two predictions that count as the same
@@ -74,18 +73,6 @@ class ReplanResult:
     @property
     def better(self) -> bool:
         return self.new_s < (1 - BETTER) * self.old_s
-
-
-@dataclass(frozen=True)
-class ReplanOptions:
-    """The options that `roadtrain launch` accepts with --replan."""
-
-    dry_run: bool = False
-    write_plan: str = ""  # also write the plan to this file
-    new_run: str = ""  # name of a new run to plan, or "" to replan the existing run
-    placements: tuple[str, ...] = ()  # placements to try for a new run; if empty, try all
-    detach: bool = False  # option of the resumed run
-    if_launcher_dies: str = "keep"  # option of the resumed run
 
 
 @dataclass(frozen=True)
@@ -384,8 +371,3 @@ def _written(
         report(f"plan    {home.plan_path} (old plan: {before.name})")
         return before
     return None
-
-
-def replan_run(home: RunHome, options: Mapping[str, Any], go_on: GoOn) -> int:
-    """Call `replan` for launch.py, which passes the fields of ReplanOptions as a mapping."""
-    return replan(home, ReplanOptions(**options), go_on)

@@ -306,8 +306,10 @@ class ResolvedRun:
         job cannot run on them."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
+        if not hosts:
+            raise ConfigError("0 hosts are left for the workers, but at least 1 is needed")
         there = self.workers_on(hosts)
-        if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
+        if idle := [host.name for host in there if not host.workers]:
             raise ConfigError(f"0 workers can run on {', '.join(idle)}, but each host needs one")
         job = job_on(self.job, self.worker_count, there)
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.logs import RunLogs
+from roadtrain.launch.protocol.run_events import FAILED
 from roadtrain.launch.supervise import supervise_locked
-from roadtrain.launch.supervisor import FAILED
 
 TRIES = 6  # number of tries, as killed processes may keep ports and stores in use for a moment
 AGAIN_S = 1.0  # pause between tries

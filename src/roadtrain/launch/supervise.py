@@ -29,8 +29,9 @@ from roadtrain.launch.engines import ENGINES, STANDBY, function_of
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import RunLogs
+from roadtrain.launch.protocol.run_events import FAILED, REFUSED
 from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.launch.supervisor import FAILED, REFUSED, Supervisor
+from roadtrain.launch.supervisor import Supervisor
 from roadtrain.retry import undone_on_error
 from roadtrain.transport.address import token_of
 

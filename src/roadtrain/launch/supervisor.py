@@ -26,7 +26,7 @@ from roadtrain.launch.measured_run import measure_run
 from roadtrain.launch.processes import Process, Role, WorkerSet
 from roadtrain.launch.protocol import run_events as m
 from roadtrain.launch.protocol.run_phases import ProcessState, RunPhase
-from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
+from roadtrain.launch.protocol.run_state import RunStateMachine
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.storage.direct import replace_file
 
@@ -36,7 +36,6 @@ WRITE_AGAIN_S = 10.0  # pause between tries to write state.json after a failure
 STEP = "step "  # prefix of the line that worker 0 prints for a step
 GRACE_STEPS = 4  # workers that must end get at least the predicted time of this many steps
 END_TRIES = 6  # number of tries to write the final state.json, as the disk may be full
-REFUSED, FAILED = 2, 1  # exit codes of workers that cannot start: a user's mistake, another error
 STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
 PUT_FILE = ("-m", "roadtrain.launch.put_file")
@@ -258,7 +257,7 @@ class Supervisor:
             case m.SetReducers(hosts):
                 self._set_reducers(hosts)
             case m.EndRun(code):
-                by_user = code == INTERRUPTED and self._user_stops
+                by_user = code == m.INTERRUPTED and self._user_stops
                 self._ended = replace(action, why=self._user_stops) if by_user else action
 
     def _service(self, name: str) -> Process:
@@ -279,7 +278,7 @@ class Supervisor:
             )
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
-            code = REFUSED if isinstance(error, ConfigError) else FAILED
+            code = m.REFUSED if isinstance(error, ConfigError) else m.FAILED
             self._failed.append(m.WorkersEnded(attempt, code, "workers", str(error)))
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 

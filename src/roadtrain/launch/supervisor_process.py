@@ -13,11 +13,11 @@ from roadtrain.errors import LaunchError, RoadtrainError
 from roadtrain.launch.control_socket import ControlClient
 from roadtrain.launch.engines import ENGINES, function_of, is_alive
 from roadtrain.launch.home import LaunchRecord, RunHome
+from roadtrain.launch.protocol.run_events import REFUSED
 from roadtrain.launch.waiting import POLL_S, wait_until
 from roadtrain.retry import undone_on_error
 
 USER_ASKED = "the user asked for it"  # `RunState.why` of a run that the user stopped
-REFUSED = 2  # exit code of a run that was refused before any of its processes started
 STARTS_S = 30.0  # timeout for the supervisor process to take the run's lock
 CHECKS_S = 600.0  # timeout for a supervisor to check its hosts and to listen for requests
 

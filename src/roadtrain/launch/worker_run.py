@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roadtrain.launch.protocol.run_events import WorkersEnded
+from roadtrain.launch.protocol.run_events import KILLED, WorkersEnded
 
 # Largest time between the first successful end of a worker and the last end. Must be longer than
 # the evaluation after the last step.
@@ -55,7 +55,7 @@ class WorkerRun:
         self.late_at = None
         left = next(iter(self.hosts))
         why = f"{left} has not ended {ALL_END_S:.0f} s after {self._ended[0]} ended"
-        self._first = self._first or (left, -9, why)
+        self._first = self._first or (left, KILLED, why)
         return why
 
     def ended(self) -> WorkersEnded | None:

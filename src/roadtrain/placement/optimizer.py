@@ -422,7 +422,7 @@ class PlacedOptimizer(StoredOptimizer):
             StoreError: The last steps could not be committed.
             PeerError: A server failed or did not answer in time.
         """
-        if self._closed:
+        if self.closed:
             return
         self._worker.check_process()
         try:
@@ -443,7 +443,7 @@ class PlacedOptimizer(StoredOptimizer):
         _live.discard(self)
         if not _live:
             interrupts.end()
-        self._closed = True
+        self.closed = True
         self.zero_grad()  # gradients that no step will use
         self.root.close()
         for hook in self._hooks:
@@ -455,7 +455,7 @@ class PlacedOptimizer(StoredOptimizer):
     def __del__(self) -> None:
         """Close an optimizer that was dropped without close(), as when a notebook cell is rerun."""
         # Lightning's optimizer is an instance of a subclass and has a copy of our attributes.
-        if getattr(self, "_made", 0) != id(self) or self._closed:
+        if getattr(self, "_made", 0) != id(self) or self.closed:
             return
         if os.getpid() != self._worker.maker:
             return
@@ -479,7 +479,7 @@ class PlacedOptimizer(StoredOptimizer):
         """
         if kind is not None and self.job_state.has_schedule:
             self.abandon()
-        if self._closed or not interrupts.ended_by(kind):
+        if self.closed or not interrupts.ended_by(kind):
             self.close()
             return
         self._worker.deadline_s = min(self._worker.deadline_s, interrupts.DEADLINE_S)

@@ -82,11 +82,6 @@ class Request:
         return self.servers.buffering if self.servers else "auto"
 
     @property
-    def waits_for_step(self) -> bool:
-        """Whether the gradients of all blocks are kept until step()."""
-        return self.backwards_per_step is None
-
-    @property
     def in_memory(self) -> bool:
         return isinstance(self.store, Memory)
 
@@ -186,10 +181,6 @@ class SessionPlan:
     compressor: Compressor | None
     budgets: Budgets
 
-    @property
-    def compute_blocks(self) -> range:
-        return range(1, len(self.table.blocks))
-
 
 def plan_session(
     request: Request, device: torch.device, table: ChunkTable, rules: Sequence[Rule]
@@ -259,7 +250,7 @@ def _budgets(
     keep = request.top_k.keep if request.top_k else 0.0
     terms = BudgetTerms(
         on_files=not request.in_memory,
-        holds_gradients=request.waits_for_step,
+        holds_gradients=request.backwards_per_step is None,
         serves=not served,
         residual_blocks=frozenset(added),
         root_residual=next((i for i in added if whole.blocks[i].name == of_root), 0),
@@ -311,7 +302,7 @@ def open_session(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | Non
         _servers(plan, opened, mark),
         plan.budgets,
         plan.device,
-        compute_blocks=plan.compute_blocks,
+        compute_blocks=range(1, len(plan.table.blocks)),
         compressor=plan.compressor,
         deadline_s=request.deadline_s,
         residuals=plan.residuals,
@@ -345,6 +336,6 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
         plan.store_plan,
         reach,
         deadline_s=request.deadline_s,
-        holds_gradients=request.waits_for_step,
+        holds_gradients=request.backwards_per_step is None,
         report=request.report,
     )

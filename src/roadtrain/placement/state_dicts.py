@@ -49,6 +49,8 @@ _MARK = "_roadtrain_states"  # attribute of a module: the ModelStates that hooke
 class ValueSource(Protocol):
     """The methods of PlacedOptimizer through which this module reads and writes the store."""
 
+    closed: bool
+
     def reading(self) -> AbstractContextManager[Pieces]:
         """Context manager whose target is a function that reads values from the store. The values
         include the update of the last step(). Raises LoopError if they cannot be read now."""
@@ -58,9 +60,6 @@ class ValueSource(Protocol):
 
     def check_rewrite(self) -> None:
         """Raise LoopError if the values in the store cannot be replaced by new values now."""
-
-    @property
-    def closed(self) -> bool: ...
 
 
 class Values:
@@ -181,28 +180,24 @@ class ModelStates:
                 ("_apply", self._moved),
             ):
                 original = getattr(module, name)
-                module.__dict__[name] = functools.wraps(original)(
-                    functools.partial(take, module, original)
-                )
-                self._undo.append(functools.partial(module.__dict__.pop, name, None))
+                replaced = functools.wraps(original)(functools.partial(take, module, original))
+                self._replace(module, name, replaced)
             for name in ("__deepcopy__", "__reduce_ex__"):
-                module.__dict__[name] = _refuse_copy
-                self._undo.append(functools.partial(module.__dict__.pop, name, None))
+                self._replace(module, name, _refuse_copy)
             if type(module).__module__.startswith("peft."):
                 for name in [n for n in MERGES if inspect.ismethod(getattr(module, n, None))]:
-                    module.__dict__[name] = functools.partial(_refuse_merge, name)
-                    self._undo.append(functools.partial(module.__dict__.pop, name, None))
+                    self._replace(module, name, functools.partial(_refuse_merge, name))
             if self._direct(module):
-                original = module._load_from_state_dict
-                module.__dict__["_load_from_state_dict"] = functools.partial(
-                    self._load_module, module, original
-                )
-                self._undo.append(
-                    functools.partial(module.__dict__.pop, "_load_from_state_dict", None)
-                )
+                load = functools.partial(self._load_module, module, module._load_from_state_dict)
+                self._replace(module, "_load_from_state_dict", load)
                 self._undo.append(module._register_state_dict_hook(self._fill).remove)
                 pre = module.register_load_state_dict_pre_hook(self._stage_module)
                 self._undo.append(pre.remove)
+
+    def _replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of a module until `detach`."""
+        module.__dict__[name] = method
+        self._undo.append(functools.partial(module.__dict__.pop, name, None))
 
     def detach(self) -> None:
         while self._undo:

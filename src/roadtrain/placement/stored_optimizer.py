@@ -66,7 +66,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         # grad_norm() computes the norm
         self._norm: float | tuple[list[int], float] = math.nan
         self._begun_at = session.step
-        self._closed = False
+        self.closed = False
         # whether load_state_dict ignores a reference to an earlier step of this store
         self.passes_over_earlier = False
         # whether a later place() in this process has taken over the store or the model
@@ -84,7 +84,7 @@ class StoredOptimizer(torch.optim.Optimizer):
                 "this optimizer is closed: its model or store was placed again in this process",
                 hint="use the model and the optimizer of the later place() call",
             )
-        if self._closed:
+        if self.closed:
             raise LoopError("the placed optimizer is closed", hint="place the model again")
 
     def track(self, **things: Any) -> None:
@@ -194,10 +194,6 @@ class StoredOptimizer(torch.optim.Optimizer):
         return {"resident": self.session.nbytes(), "plain": plain}
 
     # state dicts, as torch and frameworks save and load them
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def rules(self) -> Sequence[Rule]:
@@ -438,7 +434,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     def check_rewrite(self) -> None:
         """Raise LoopError if the values in the store cannot be replaced by new values now."""
         self._worker.check_process()
-        if self._closed:
+        if self.closed:
             raise LoopError(
                 "the placed optimizer is closed: nothing can be loaded",
                 hint="place the model again",
@@ -484,7 +480,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         """Context manager whose target is a function that reads values from the store. The values
         include the update of the last step(). After `close`, the function reads the store's files.
         """
-        if not self._closed or self._placed_again:
+        if not self.closed or self._placed_again:
             self.check_usable()
             self._check_not_updating()
             # Perhaps not all workers call this method, so waiting for the commit might never end.

@@ -192,9 +192,11 @@ class Servers:
         If `retry_s` is not set, connections are retried for `deadline_s`, because a server may
         still be starting or busy.
         """
-        token = self.token if isinstance(self.token, bytes | None) else token_of(str(self.token))
         own = TcpOptions(
-            token=token, tls=self.tls, connections=self.connections, retry_s=self.retry_s
+            token=token_of(self.token),
+            tls=self.tls,
+            connections=self.connections,
+            retry_s=self.retry_s,
         )
         link = self.link or own
         return link if link.retry_s is not None else replace(link, retry_s=deadline_s)

@@ -49,16 +49,9 @@ def answer(link: Link, reply: Status | list[Interval]) -> Watcher:
     return Watcher()
 
 
-def ask(
-    address: Address,
-    options: TcpOptions,
-    hello: bytes = HELLO,
-    answer_s: float = ANSWER_S,
-    kind: Any = Status,
-) -> Any:
-    """Query the server at `address`. Returns its status, or the error if it does not answer.
-    `kind`: the type of the answer to another `hello`, such as list[Interval] to ASK_INTERVALS."""
-    return ask_with_clock(address, options, hello, answer_s, kind)[0]
+def ask(address: Address, options: TcpOptions, **how: Any) -> Any:
+    """Query the server at `address`, like ask_with_clock. Returns its answer or an error."""
+    return ask_with_clock(address, options, **how)[0]
 
 
 def ask_with_clock(
@@ -69,7 +62,8 @@ def ask_with_clock(
     kind: Any = Status,
 ) -> tuple[Any, float | None]:
     """Query the server at `address`. Returns its answer or an error, and the seconds by which its
-    clock is ahead of this host's, less the time that the answer travelled; None if unknown."""
+    clock is ahead of this host's, less the time that the answer travelled; None if unknown. `kind`:
+    the type of the answer to another `hello`, such as list[Interval] to ASK_INTERVALS."""
     watcher = Watcher()
     handshake_s = min(answer_s, options.handshake_s)
     try:

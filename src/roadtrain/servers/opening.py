@@ -176,10 +176,9 @@ class FoundStores:
         held = {}
         for number, found in self.found.items():
             if number not in given_up:
-                kept = max(found.snapshots, default=-1)
-                held[number] = ServerHoldings(found.newest, kept=kept)
-                if (meta := found.meta) is not None:
-                    held[number] = ServerHoldings(found.newest, meta.history, kept, meta.without)
+                meta, kept = found.meta, max(found.snapshots, default=-1)
+                links, without = (meta.history, meta.without) if meta else ((), ())
+                held[number] = ServerHoldings(found.newest, links, kept, without)
         return Histories(held, self.names, self._holders())
 
     def _witness(self) -> Witness | None:

@@ -397,4 +397,5 @@ class RemoteServers:
         if len(lost) > 1 or other not in self._begun:
             return
         witness = m.encode((self.meta.job, self.meta.history[-1].id, (other,)))
-        health.ask(self.reach.addresses[1 - other], self.reach.options, m.WITHOUT + witness)
+        hello = m.WITHOUT + witness
+        health.ask(self.reach.addresses[1 - other], self.reach.options, hello=hello)

@@ -140,7 +140,7 @@ def command(
     return 0
 
 
-def budget_of(text: str | None) -> int:
+def budget_of(text: str | int | None) -> int:
     """Return the bytes of --budget, or half of the free memory if the option is not set."""
     return parse_bytes(text) if text is not None else psutil.virtual_memory().available // 2
 

@@ -123,7 +123,7 @@ class Worker:
         for action in actions:
             match action:
                 case w.SendTo() if "push" in self._after:
-                    self._after["push"].put(None, partial(self._send_later, action))
+                    self._after["push"].put(None, partial(self._send_all, [action]))
                 case w.SendTo():
                     self._send_all([action])
                 case w.StartPulls(target, pulls):
@@ -132,15 +132,11 @@ class Worker:
                     device, nbytes = self.buffers.on_device, self.table.blocks[block].pull_nbytes
                     self.buffers.slots[source].copy_to(device.slots[slot], nbytes)
 
-    def _send_later(self, say: w.SendTo) -> None:
-        with self._lock:
-            self._send_all([say])
-
     def _send_all(self, messages_to: Sequence[w.SendTo]) -> None:
-        """Send messages now. The caller holds the lock."""
-        for say in messages_to:
-            for server in say.servers:
-                self._send(server, say.message)
+        with self._lock:
+            for say in messages_to:
+                for server in say.servers:
+                    self._send(server, say.message)
 
     def _diverged(self, found: Diverged) -> DivergedError:
         first, second = (getattr(self.links[n], "peer", f"server {n}") for n in found.servers)
@@ -221,15 +217,12 @@ class Worker:
         if (copying := host.copying()) is None:
             self._send_pulls(host, pulls)
         else:
-            self._after["pull"].put(copying, partial(self._send_pulls_later, host, pulls))
-
-    def _send_pulls_later(self, host: HostBuffer, pulls: w.Pulls) -> None:
-        with self._lock:
-            self._send_pulls(host, pulls)
+            self._after["pull"].put(copying, partial(self._send_pulls, host, pulls))
 
     def _send_pulls(self, host: HostBuffer, pulls: w.Pulls) -> None:
-        for server, pull in pulls:
-            self._send(server, replace(pull, into=host.view))
+        with self._lock:
+            for server, pull in pulls:
+                self._send(server, replace(pull, into=host.view))
 
     def start_pull(self, block: Block, host: HostBuffer) -> None:
         """Start fetching `block` into `host`, which is not a slot."""

@@ -131,13 +131,17 @@ def free_nbytes(directory: Path) -> int:
     return free.f_bavail * free.f_frsize
 
 
+def mount_of(path: Path) -> tuple[str, str, str]:
+    """Return the source, the mount point and the type of the file system that contains `path`."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [mount for mount in reversed(mounts) if path.absolute().is_relative_to(mount[1])]
+    source, at, kind, *_ = max(above, key=lambda mount: len(mount[1]))  # the last, if mounted over
+    return source, at, kind
+
+
 def in_ram(path: Path) -> bool:
-    """Whether `path` lies on a RAM disk (detected on Linux only)."""
-    table = Path("/proc/self/mounts")
-    lines = table.read_text().splitlines() if table.exists() else []
-    mounts = [line.split()[1:3] for line in lines]
-    kinds = [(len(at), kind) for at, kind in mounts if path.absolute().is_relative_to(at)]
-    return max(kinds, default=(0, ""))[1] in ("tmpfs", "ramfs")
+    """Whether `path` lies on a RAM disk."""
+    return mount_of(path)[2] in ("tmpfs", "ramfs")
 
 
 def sync_directory(directory: Path) -> None:

@@ -97,6 +97,21 @@ def lock(fd: int, directory: Path) -> None:
         ) from None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process holds a lock on a file or directory. False if there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so probes do not conflict
+    except OSError as error:  # other errors: its file system cannot lock it
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(fd)
+    return False
+
+
 def holder_of(fd: int) -> int:
     """Return the id of the process that has locked the file of `fd`, or 0 if it is unknown."""
     # only the inode is compared: in containers, the device can differ from that in /proc/locks

@@ -10,7 +10,6 @@ A worker whose link to the coordinator ends counts as lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from roadtrain.errors import PeerError, WireError
@@ -117,7 +116,7 @@ class Coordinator(HostedSession[WorkerConnection]):
         worker = super().new_connection(rank, link)
         group = self._group_of.get(rank)
         if group is not None and group.machine.query is not None:
-            self._send(worker, *_frame(group.machine.query))
+            worker.say(*_frame(group.machine.query))
         return worker
 
     def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
@@ -176,14 +175,7 @@ class Coordinator(HostedSession[WorkerConnection]):
         """Send a frame to all workers in `ranks` that are connected at the moment."""
         for worker in self.everyone():
             if worker.rank in ranks:
-                self._send(worker, kind, fields, payload)
-
-    @staticmethod
-    def _send(
-        worker: WorkerConnection, kind: int, fields: tuple[Any, ...], payload: bytes = b""
-    ) -> None:
-        with suppress(PeerError):  # handled by `one_left`
-            worker.link.send(kind, m.encode(fields), [memoryview(payload)] if payload else [])
+                worker.say(kind, fields, payload)
 
     def close(self, wait_s: float) -> None:
         """Wait at most `wait_s` seconds for the workers to leave. Then close all links."""

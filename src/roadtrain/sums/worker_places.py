@@ -45,7 +45,7 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
     first = hellos[0]
     for rank, hello in enumerate(hellos):
         for what, here, there in (
-            ("token_file", first.has_token, hello.has_token),
+            ("token", first.has_token, hello.has_token),
             ("tls", first.tls, hello.tls),
         ):
             if here != there:
@@ -63,7 +63,7 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
     if hosts > 1 and not first.has_token and not all(hello.loopback for hello in hellos):
         raise ConfigError(
             f"workers on {hosts} hosts have no token, so anybody who can reach a worker could join",
-            hint="use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
+            hint="use token=PATH, the same file on all hosts: (umask 077; head -c 32"
             " /dev/urandom | base64 > PATH)",
         )
 

@@ -53,12 +53,12 @@ def local_options(options: TcpOptions) -> Common:
     )
 
 
-def token_of(path: str | Path | None) -> bytes | None:
-    """Read the job's token from a file; return None if `path` is None. Raises ConfigError if the
-    file is unreadable, if other users have access to it, or if the token is too short or too
+def token_of(path: bytes | str | Path | None) -> bytes | None:
+    """Read the job's token from a file; return `path` if it is a token or None. Raises ConfigError
+    if the file is unreadable, if other users have access to it, or if the token is too short or too
     long."""
-    if path is None:
-        return None
+    if isinstance(path, bytes | None):
+        return path
     try:
         with open(path, "rb") as file:
             mode, token = os.fstat(file.fileno()).st_mode & 0o777, file.read(MAX_TOKEN + 1).strip()

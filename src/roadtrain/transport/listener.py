@@ -250,17 +250,20 @@ class Listener:
             finally:
                 joining.done.set()
         elif first:
-            self._wait_for_others(theirs.link, joining, deadline)
+            self._wait_for_others(theirs, joining, deadline)
         return True
 
-    def _wait_for_others(self, link: bytes, joining: _PartialLink, deadline: float) -> None:
+    def _wait_for_others(
+        self, theirs: handshake.Greeting, joining: _PartialLink, deadline: float
+    ) -> None:
         joining.done.wait(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            gave_up = self._joining.pop(link, None) is joining
+            gave_up = self._joining.pop(theirs.link, None) is joining
         if gave_up:
             for sock, _ in joining.there.values():
                 sock.close()
-            raise LostError(f"only {len(joining.there)} connections of the link arrived in time")
+            there, count = len(joining.there), theirs.connections
+            raise LostError(f"only {there} of the {count} connections of the link arrived in time")
 
     def _make(self, joining: _PartialLink, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]

@@ -141,7 +141,7 @@ def test_a_probe_of_the_lock_blocks_no_supervisor(
 ) -> None:
     """However long this process pauses between two tries."""
     free, now = iter([False, False, True]), itertools.count(0.0, 60.0)
-    monkeypatch.setattr(home_module, "_lock", lambda descriptor, how: next(free))
+    monkeypatch.setattr(home_module, "_lock", lambda descriptor: next(free))
     monkeypatch.setattr(home_module.time, "monotonic", lambda: next(now))
     with home.supervised():
         assert next(free, None) is None

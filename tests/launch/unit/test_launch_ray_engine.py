@@ -1,13 +1,13 @@
-"""The Ray engine, its actors and workers without a cluster: queued events, late ends, actors and
-trainers that do not answer, lost hosts."""
+"""The Ray engine and its actors without a cluster: queued events, late ends, actors that do not start
+or answer, lost hosts."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,13 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from roadtrain.config.machines import PlanHost
 from roadtrain.errors import LaunchError
+from roadtrain.launch import worker_run
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.processes import Process, Role, WorkerSet, with_threads
-from roadtrain.launch.protocol import run_state
 from roadtrain.launch.protocol.run_events import (
     HostJoined,
     HostLost,
@@ -35,7 +35,6 @@ from roadtrain.launch.ray import (
     actors,
     held_process,
     start,
-    workers,
 )
 from roadtrain.launch.ray import (
     ray_cluster as cluster,
@@ -79,6 +78,7 @@ class FakeRay:
         self.named: dict[str, FakeActor] = {}
         self.made: list[FakeActor] = []
         self.did: list[Any] = []
+        self.resources: list[tuple[int, int]] = []  # processors and devices of each actor
         self.util = SimpleNamespace(list_named_actors=lambda: list(self.named))
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
@@ -107,8 +107,10 @@ class FakeRay:
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "n0")
 
-    def remote(self, **_: Any) -> Callable[[Any], Any]:
+    def remote(self, **options: Any) -> Callable[[Any], Any]:
         def made(kind: Any) -> Any:
+            self.resources.append((options["num_cpus"], options.get("num_gpus", 0)))
+
             def create(*words: Any) -> FakeActor:
                 self.made.append(FakeActor(kind(*words)))
                 return self.made[-1]
@@ -118,18 +120,39 @@ class FakeRay:
         return made
 
 
+@dataclass(eq=False)
+class FakeService:
+    """Stands for the actor of a service, or of the workers of a host, on a node."""
+
+    process: Process
+    node: str
+    processes: Sequence[Process] = ()
+    alive: bool = True
+    log: actors.EventLog = field(default_factory=actors.EventLog)
+    grace_periods: list[float] = field(default_factory=list)
+
+    def place(self) -> tuple[Process, str, bool]:
+        return self.process, self.node, self.alive
+
+    def stop(self, grace_s: float) -> None:
+        self.grace_periods.append(grace_s)
+
+    def news(self, life: str, after: int, patience_s: float) -> actors.EventBatch:
+        return self.log.news(life, after, patience_s)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     for module in (engine, actors, start):
         monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(engine, "remove_old_places", lambda: fake.did.append("places removed"))
     # The real class would ask Ray itself once it is an orphan, long after this test.
-    monkeypatch.setattr(engine, "ServedProcess", lambda process, _: FakeService(process, "n0"))
+    monkeypatch.setattr(
+        engine, "ServedProcesses", lambda processes, _: FakeService(processes[0], "n0", processes)
+    )
     monkeypatch.setattr(cluster, "request_nodes", lambda places: fake.did.append(places))
     monkeypatch.setattr(cluster, "on_node", lambda node: node)
     monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a")])
-    monkeypatch.setattr(workers, "trainer_of", lambda *_: SimpleNamespace(fit=lambda: None))
     return fake
 
 
@@ -177,11 +200,10 @@ def test_lines_never_displace_an_end_and_dropped_lines_are_counted() -> None:
 def test_the_engine_reports_how_many_lines_were_dropped(fake: FakeRay) -> None:
     made = made_engine()
     made.start_workers(WorkerSet(0, (worker(0),)))
-    box = fake.made[0].real
-    box.take(0, "n0")
+    log = fake.made[0].real.log
     made.events(0.0)  # it asks
     made.events(0.0)
-    box.post(0, [Output("worker 0", "a", "x")] * (actors.KEPT + 3))
+    log.add(*[Output("worker 0", "a", "x")] * (actors.KEPT + 3))
     lines = [e.line for e in events_of(made, 5) if isinstance(e, Output)]
     assert lines[0].startswith("[3 lines dropped") and lines.count("x") == actors.KEPT
 
@@ -205,151 +227,161 @@ def until_end(made: engine.RayEngine) -> tuple[list[Any], WorkersEnded]:
 
 @pytest.mark.parametrize("code", [0, 2, 130])
 def test_an_end_queued_behind_thousands_of_lines_is_reported(fake: FakeRay, code: int) -> None:
-    """Ray Train releases the workers before the supervisor has read any of their output."""
     made = made_engine()
     made.start_workers(WorkerSet(3, (worker(0),)))
-    box = fake.made[0].real
-    box.take(3, "n0")
-    box.post(3, [Output("worker 0", "a", "x")] * (3000))
-    box.post(3, [ProcessEnded("worker 0", code, "said")])
+    log = fake.made[0].real.log
+    log.add(*[Output("worker 0", "a", "x")] * 3000)
+    log.add(ProcessEnded("worker 0", code, "said"))
     events, ended = until_end(made)
     assert (ended.attempt, ended.code, ended.first) == (3, code, "worker 0")
     lines = [event for event in events if isinstance(event, Output) and event.line == "x"]
     assert len(lines) == 3000
     assert any(isinstance(event, WorkersPlaced) for event in events)
-
-
-def test_without_its_mailbox_the_engine_uses_the_ends_reported_by_ray_train(fake: FakeRay) -> None:
-    made = made_engine()
-    made.start_workers(WorkerSet(0, (worker(0),)))
-    fake.made[0].fails = ActorUnavailableError("restarting", None)
-    assert until_end(made)[1].code == workers.FAILED
+    assert fake.made[0].killed  # which frees its processors for the next attempt
 
 
 @pytest.fixture
-def hanging() -> Iterator[Callable[[], None]]:
-    over = threading.Event()
-    yield over.wait  # type: ignore[misc]
-    over.set()
+def two(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> engine.RayEngine:
+    """An engine of hosts a and b, whose workers 0 and 1 were begun."""
+    there = [node("n0", "a"), node("n1", "b")]
+    monkeypatch.setattr(cluster, "nodes", lambda: there)
+    hosts = [PlanHost(name, "k", workers=1) for name in "ab"]
+    made = engine.RayEngine(hosts, "roadtrain:r")
+    made.start_workers(WorkerSet(0, (worker(0), worker(1, "b"))))
+    return made
 
 
-def orders() -> tuple[Any, list[float]]:
-    grace_periods: list[float] = []
-    order = SimpleNamespace(remote=lambda _, grace_s: grace_periods.append(grace_s))
-    return SimpleNamespace(order=order), grace_periods
+def workers_of(fake: FakeRay) -> tuple[FakeService, FakeService]:
+    on_a, on_b = (actor.real for actor in fake.made)
+    return on_a, on_b
 
 
-def test_a_trainer_that_never_starts_its_workers_is_abandoned(
-    hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def end(service: FakeService, code: int) -> None:
+    """Let the worker of a host end."""
+    service.log.add(ProcessEnded(service.process.name, code))
+
+
+def test_a_dead_actor_ends_its_workers(fake: FakeRay, two: engine.RayEngine) -> None:
+    events_of(two, 1)
+    fake.made[1].fails = ActorDiedError()
+    on_a, _ = workers_of(fake)
+    until(lambda: (events_of(two, 1), on_a.grace_periods)[1])
+    assert on_a.grace_periods == [0.0]  # it cannot finish its step without worker 1
+    end(on_a, -9)
+    ended = until_end(two)[1]
+    assert (ended.code, ended.first) == (engine.KILLED, "worker 1")
+    assert "its actor has ended" in ended.last_line
+
+
+def test_an_actor_that_answers_again_keeps_its_workers(
+    fake: FakeRay, two: engine.RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "AGAIN_S", 0.05)
+    events_of(two, 1)
+    fake.made[1].fails = ActorUnavailableError("its node is slow", None)
+    events_of(two, 3)
+    fake.made[1].fails = None
+    for service in workers_of(fake):
+        end(service, 0)
+    assert until_end(two)[1].code == 0
+
+
+def test_workers_that_ray_does_not_start_are_abandoned(
+    fake: FakeRay, two: engine.RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 5."""
-    monkeypatch.setattr(workers, "BEGIN_S", 0.0)
-    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    mailbox, grace_periods = orders()
-    made = workers.RayWorkers(WorkerSet(0, (worker(0), worker(1))), mailbox, hanging)
-    assert made.begun("worker 0") and not made.is_over()
-    until(made.is_over)
-    assert grace_periods == [0.0]  # those that have begun are killed
-    ended = made.ended()
-    assert ended.code == workers.KILLED and "has not started worker 1 within" in ended.last_line
+    monkeypatch.setattr(engine, "SILENT_S", 0.05)
+    fake.made[1].silent = True  # it waits for processors
+    on_a, _ = workers_of(fake)
+    time.sleep(0.1)
+    assert not [event for event in events_of(two, 5) if isinstance(event, WorkersEnded)]
+    monkeypatch.setattr(engine, "WORKERS_BEGIN_S", 0.0)
+    two.events(0.05)
+    assert on_a.grace_periods == [0.0] and fake.made[1].killed
+    end(on_a, -9)
+    ended = until_end(two)[1]
+    assert ended.code == engine.KILLED and "has not started it within 0 s" in ended.last_line
 
 
-def test_a_trainer_that_never_releases_ended_workers_is_abandoned(
-    hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def test_a_silent_actor_of_workers_is_abandoned(
+    fake: FakeRay, two: engine.RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 5."""
-    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    made = workers.RayWorkers(WorkerSet(0, (worker(0),)), orders()[0], hanging)
-    made.begun("worker 0")
-    made.take(ProcessEnded("worker 0", 0))
-    assert not made.is_over()
-    until(made.is_over)
-    assert made.ended().code == 0
+    monkeypatch.setattr(engine, "SILENT_S", 0.1)
+    events_of(two, 1)
+    for actor in fake.made:
+        actor.silent = True
+    ended = until_end(two)[1]
+    assert ended.code == engine.KILLED and "has not answered for" in ended.last_line
 
 
-def test_workers_that_ignore_a_stop_are_abandoned_before_the_run_is(
-    hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def test_a_stop_spares_only_workers_that_have_begun(fake: FakeRay, two: engine.RayEngine) -> None:
+    fake.made[1].silent = True
+    events_of(two, 2)
+    on_a, on_b = workers_of(fake)
+    two.stop("workers", 1000.0)
+    assert on_a.grace_periods == [1000.0] and not on_b.grace_periods and fake.made[1].killed
+    two.stop("workers", 0.1)
+    assert on_a.grace_periods == [1000.0, 0.1]
+    end(on_a, 130)
+    ended = until_end(two)[1]
+    assert (ended.code, ended.first) == (engine.KILLED, "worker 1")
+    assert "before Ray had started it" in ended.last_line
+
+
+def test_a_stop_before_any_worker_has_begun_ends_the_attempt(
+    fake: FakeRay, two: engine.RayEngine
 ) -> None:
-    """Rule 5: the supervisor waits for their end before it starts new workers."""
-    assert workers.LET_GO_S < run_state.KILL_S
-    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    mailbox, grace_periods = orders()
-    made = workers.RayWorkers(WorkerSet(0, (worker(0), worker(1))), mailbox, hanging)
-    made.stop(1000.0)
-    time.sleep(0.2)
-    assert not made.is_over()
-    made.stop(0.1)
-    until(made.is_over)
-    assert grace_periods == [1000.0, 0.1] and made.ended().code == workers.KILLED
+    two.stop("workers", 1000.0)
+    assert until_end(two)[1].code == engine.KILLED
+    assert all(actor.killed for actor in fake.made)
+    two.start_workers(WorkerSet(1, (worker(0), worker(1, "b"))))  # the engine is free again
 
 
 def test_workers_on_dead_nodes_count_as_ended(
-    hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    fake: FakeRay, two: engine.RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 5: Ray Train may never report it."""
-    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    mailbox, grace_periods = orders()
-    two = WorkerSet(0, (worker(0), worker(1, "b")))
-    made = workers.RayWorkers(two, mailbox, hanging)
-    made.lose("b")
-    assert grace_periods == [0.0] and not made.is_over()  # the others cannot finish their step
-    made.lose("a")
-    until(made.is_over)
-    ended = made.ended()
+    """Rule 5: nothing else reports it."""
+    events_of(two, 1)
+    monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a")])
+    monkeypatch.setattr(cluster, "why_dead", {"n1": "no heartbeat"}.__getitem__)
+    two.hosts()  # looks at the nodes
+    on_a, _ = workers_of(fake)
+    assert on_a.grace_periods == [0.0]
+    end(on_a, -9)
+    events, ended = until_end(two)
+    assert any(isinstance(event, HostLost) for event in events)
     assert (ended.code, ended.first, ended.last_line) == (
-        workers.KILLED,
+        engine.KILLED,
         "worker 1",
         "its host b was lost",
     )
 
 
-@pytest.mark.slow
-def test_the_engine_reports_the_end_of_workers_on_dead_nodes(
-    fake: FakeRay, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], None]
+def test_a_worker_that_ends_on_request_is_no_failure(fake: FakeRay, two: engine.RayEngine) -> None:
+    """The other workers still commit the step."""
+    events_of(two, 1)
+    two.stop("workers", 5.0)
+    on_a, on_b = workers_of(fake)
+    end(on_a, 130)
+    events_of(two, 2)
+    assert on_b.grace_periods == [5.0]
+    end(on_b, 130)
+    assert until_end(two)[1].code == 130
+
+
+def test_workers_that_do_not_end_with_the_others_are_killed(
+    fake: FakeRay, two: engine.RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
-    monkeypatch.setattr(workers, "trainer_of", lambda *_: SimpleNamespace(fit=hanging))
-    made = made_engine()
-    made.start_workers(WorkerSet(0, (worker(0),)))
-    monkeypatch.setattr(cluster, "nodes", list)
-    monkeypatch.setattr(cluster, "why_dead", {"n0": "no heartbeat"}.__getitem__)
-    events, ended = until_end(made)
-    assert ended.code == workers.KILLED and any(isinstance(event, HostLost) for event in events)
-
-
-@pytest.mark.parametrize(("stopped", "code"), [(True, 130), (True, -9), (False, 130), (False, 0)])
-@pytest.mark.slow
-def test_a_worker_that_ends_on_request_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, stopped: bool, code: int
-) -> None:
-    """After a failure Ray Train would kill the other workers, which still commit the step."""
-
-    class Held:
-        alive = True
-
-        def __init__(self, process: Process, _: str, report: Callable[[Any], None]) -> None:
-            self.process, self.report = process, report
-            if not stopped:
-                report(ProcessEnded(process.name, code))
-
-        def stop(self, grace_s: float) -> None:
-            if grace_s:
-                self.report(ProcessEnded(self.process.name, code))
-
-        def wait(self, timeout_s: float) -> None: ...
-
-    monkeypatch.setattr(workers, "HeldProcess", Held)
-    monkeypatch.setattr(workers, "ray", FakeRay())
-    box = actors.WorkerMailbox()
-    box.offer(0, {"n0": [worker(0)]})
-    if stopped:
-        box.order(0, 5.0)
-    config = {"mailbox": FakeActor(box), "attempt": 0, "mark": "m"}
-    if stopped or not code:
-        workers.run_worker(config)
-    else:
-        with pytest.raises(LaunchError, match="worker 0 ended with code 130"):
-            workers.run_worker(config)
+    """Rule 5."""
+    monkeypatch.setattr(worker_run, "ALL_END_S", 0.05)
+    events_of(two, 1)
+    on_a, on_b = workers_of(fake)
+    end(on_a, 0)
+    until(lambda: (events_of(two, 1), on_b.grace_periods)[1])
+    assert on_b.grace_periods == [0.0]
+    end(on_b, -9)
+    assert until_end(two)[1].first == "worker 1"
 
 
 def test_each_worker_gets_its_share_of_its_nodes_cores() -> None:
@@ -357,7 +389,7 @@ def test_each_worker_gets_its_share_of_its_nodes_cores() -> None:
     at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2)}
     own = replace(worker(3, "b"), environment={"OMP_NUM_THREADS": "7"})
     all = WorkerSet(0, (worker(0), worker(1, "b"), worker(2, "b"), own))
-    made = with_threads(all, workers.threads_of(all, at), "")
+    made = with_threads(all, engine.threads_of(all, at), "")
     assert [process.environment["OMP_NUM_THREADS"] for process in made.processes] == [
         "4",
         "1",
@@ -366,9 +398,9 @@ def test_each_worker_gets_its_share_of_its_nodes_cores() -> None:
     ]
     at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2)  # another node of a's machine
     two = WorkerSet(0, (worker(0), worker(1, "b")))
-    made = with_threads(two, workers.threads_of(two, at), "")
+    made = with_threads(two, engine.threads_of(two, at), "")
     assert [process.environment["OMP_NUM_THREADS"] for process in made.processes] == ["2", "2"]
-    made = with_threads(all, workers.threads_of(all, at), "3")
+    made = with_threads(all, engine.threads_of(all, at), "3")
     assert [process.environment["OMP_NUM_THREADS"] for process in made.processes] == [
         "3",
         "3",
@@ -377,53 +409,26 @@ def test_each_worker_gets_its_share_of_its_nodes_cores() -> None:
     ]
 
 
-def test_an_attempt_starts_with_its_threads_and_without_earlier_placement_groups(
-    fake: FakeRay, tmp_path: Path
-) -> None:
-    directory = tmp_path / "ray"
-    made = made_engine(directory=directory)
+def test_an_attempt_starts_with_its_threads(fake: FakeRay) -> None:
+    made = made_engine()
     assert fake.did == [[{"CPU": 1}]]  # of the autoscaler
-    directory.mkdir()
     made.start_workers(WorkerSet(0, (worker(0),)))
-    assert fake.did[1:] == ["places removed"] and not directory.exists()
-    assert fake.made[0].real.take(0, "n0").environment == {"OMP_NUM_THREADS": "4"}
-    directory.mkdir()
+    (process,) = fake.made[0].real.processes
+    assert process.environment == {"OMP_NUM_THREADS": "4"}
     made.close()
-    assert fake.did[2:] == [[]] and not directory.exists()
+    assert fake.did[1:] == [[]] and fake.made[0].killed
 
 
-def test_leftover_placement_groups_of_this_driver_are_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job, removed = "07000000", list[str]()
-    groups = {
-        "a" * 28 + job: {"state": "CREATED"},
-        "b" * 28 + job: {"state": "REMOVED"},
-        "c" * 28 + "08000000": {"state": "CREATED"},
-    }
-    context = SimpleNamespace(get_job_id=lambda: job)
-    monkeypatch.setattr(workers, "ray", SimpleNamespace(get_runtime_context=lambda: context))
-    monkeypatch.setattr(workers, "placement_group_table", lambda: groups)
-    monkeypatch.setattr(
-        workers, "remove_placement_group", lambda group: removed.append(group.id.hex())
-    )
-    workers.remove_old_places()
-    assert removed == ["a" * 28 + job]
-
-
-def test_each_worker_requests_a_device_or_sees_those_of_its_node() -> None:
-    """Rule 6: if only some nodes have devices, Ray must not hide them."""
-    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2)}
-    config = {"mailbox": None, "attempt": 0}
-
-    def resources(*hosts: str) -> Any:
-        places = {at[host].node_id: [worker(n, host)] for n, host in enumerate(hosts)}
-        made = workers.trainer_of(places, at, config, "m")
-        return made.scaling_config.resources_per_worker, made.run_config.worker_runtime_env
-
-    assert resources("b") == ({"CPU": 1, "GPU": 1}, {})
-    assert resources("a") == ({"CPU": 1}, {})
-    assert resources("a", "b") == ({"CPU": 1}, {"env_vars": workers.SEES_DEVICES})
+def test_workers_reserve_the_processors_and_devices_of_their_node(fake: FakeRay) -> None:
+    """Rule 6: a host with devices uses them, even if other hosts have none."""
+    three = [worker(rank, "b") for rank in range(3)]
+    for devices, reserved in ((0, 0), (8, 3), (2, 2)):  # two: for a job on processors
+        at = RayNode("n1", "b", "10.0.0.2", "b", "b", 4, devices)
+        engine.actor_of_workers(at, three)
+        assert fake.resources[-1] == (3, reserved)
+    at = RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 8)
+    with pytest.raises(LaunchError, match="host b has 3 workers in the plan, but only 2 CPU"):
+        engine.actor_of_workers(at, three)
 
 
 # -- services --
@@ -440,19 +445,6 @@ def test_the_end_of_a_held_process_is_reported_after_any_error(
     held_process.HeldProcess(server(), "m", events.append).wait(10)
     (ended,) = events
     assert isinstance(ended, ProcessEnded) and "a fault of ours" in ended.last_line
-
-
-class FakeService:
-    """Stands for a ServedProcess on a node."""
-
-    def __init__(self, process: Process, node: str) -> None:
-        self.process, self.node, self.alive = process, node, True
-
-    def place(self) -> tuple[Process, str, bool]:
-        return self.process, self.node, self.alive
-
-    def news(self, life: str, after: int, patience_s: float) -> actors.EventBatch:
-        return actors.EventBatch("life", max(after, 0), ())
 
 
 @pytest.mark.parametrize("why", ["unavailable", "silent"])
@@ -567,10 +559,10 @@ def test_a_service_ends_if_no_supervisor_ever_comes(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, supervised: bool
 ) -> None:
     monkeypatch.setattr(actors, "HeldProcess", lambda *_: None)
-    monkeypatch.setattr(actors.ServedProcess, "_watch", lambda _: None)
+    monkeypatch.setattr(actors.ServedProcesses, "_watch", lambda _: None)
     if supervised:
         fake.named["roadtrain:r"] = FakeActor(None)
-    served = actors.ServedProcess(server(), "roadtrain:r")
+    served = actors.ServedProcesses((server(),), "roadtrain:r")
     own = fake.named["roadtrain:r:server a 0"] = FakeActor(served)
     served.end_if_orphaned(time.monotonic() + actors.ORPHAN_S - 1)
     assert not own.killed

@@ -36,8 +36,9 @@ from roadtrain.launch.measured_host import (
     WorkerSeconds,
     seconds_of,
 )
-from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
-from roadtrain.launch.replan import ReplanOptions, kept, planned_run, replan, search_again
+from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker, with_names
+from roadtrain.launch.paused_run import ReplanOptions
+from roadtrain.launch.replan import kept, planned_run, replan, search_again
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
 from roadtrain.planner.job_plans import shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
@@ -886,3 +887,13 @@ def test_servers_keep_stores_order_and_ports_when_workers_change() -> None:
     assert [host.servers for host in found.hosts] == [(), served, served]
     assert [host.name for host in found.spares] == ["g0"]
     assert found.rendezvous_port == 31000
+
+
+def test_failed_measurements_name_hosts_and_only_whole_addresses() -> None:
+    names = {"here": "gpu0", "10.0.0.1:7001": "gpu1", "110.0.0.1:7001": "here"}
+    for text, part in (
+        ("the link from here to 10.0.0.1:7001: there is no answer", "gpu0 to gpu1: there is no"),
+        ("other links of host 110.0.0.1:7001, which was lost", "host here, which was lost"),
+        ("10.0.0.1:70010 is not known here, nor where", "10.0.0.1:70010 is not known gpu0, nor w"),
+    ):
+        assert part in with_names(text, names)

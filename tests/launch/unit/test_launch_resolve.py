@@ -252,7 +252,7 @@ def test_hosts_that_are_unknown_idle_or_named_twice_are_refused() -> None:
     assert "no host 'gpu7'" in run.can_run_on(["gpu7"])
     assert "0 workers can run on spare0" in run.can_run_on(["gpu0", "spare0"])
     assert "named 2 times" in run.can_run_on(["gpu0", "gpu0"])
-    assert "0 workers" in run.can_run_on([])
+    assert "0 hosts are left for the workers" in run.can_run_on([])
 
 
 def test_a_plan_without_machines_is_refused() -> None:

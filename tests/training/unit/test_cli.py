@@ -64,7 +64,10 @@ def test_arguments_options_and_job_keys_are_parsed(recorded: list[Any]) -> None:
         (["train", "a", "--new-store=no"], "--new-store takes no value, got no"),
         (["lab", "run", "lab.toml", "host"], "takes LAB.toml HOST -- CMD..., got lab.toml host"),
         (["lab", "u"], "unknown command `lab u`\nhint: did you mean `lab up`?"),
-        (["status", "r", "--run.dir", "x"], "unknown option `--run.dir`"),
+        (
+            ["status", "r", "--run.dir", "x"],
+            "unknown option `--run.dir`\nhint: `roadtrain status` takes no keys of a job: write",
+        ),
         (
             ["serve", "127.0.0.1:0", "--sum", "--link", "tpc"],
             "unknown link `tpc`\nhint: did you mean `tcp`?",

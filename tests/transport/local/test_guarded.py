@@ -301,12 +301,12 @@ def test_workers_of_several_hosts_need_a_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "two"])
     for error in meeting.run([SpareHosts((), None, None)] * 2, {1: "192.0.2.1"}):
         with pytest.raises(
-            ConfigError, match=r"workers on 2 hosts have no token(?s:.*)token_file="
+            ConfigError, match=r"workers on 2 hosts have no token(?s:.*)token="
         ):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET), SpareHosts((), None, None)]):
         with pytest.raises(
-            ConfigError, match="worker 0 has token_file, but worker 1 has no token_file"
+            ConfigError, match="worker 0 has token, but worker 1 has no token"
         ):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET, Tls(ca="x"))] * 2):

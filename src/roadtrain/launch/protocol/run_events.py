@@ -15,6 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+WORKERS = "workers"  # the name that stands for all workers
+KILLED = -9  # exit code of a process that signal 9 killed
+REFUSED, FAILED = 2, 1  # exit codes of a user's mistake and of other errors
+INTERRUPTED = 130  # exit code of a process or a run that was asked to stop
 STEP_GRACE_S = 120.0  # default time for workers to finish and commit a step
 
 

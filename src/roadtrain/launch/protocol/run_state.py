@@ -36,11 +36,7 @@ LOST_GRACE_S = 5.0  # time for workers to end that cannot finish their step, as 
 # was announced by HostLeaving.
 BACK_S = 15.0
 KILL_S = 60.0  # time between the kill of a process and the deadline for the report of its end
-KILLED = -9  # exit code of a process that signal 9 killed
 LEFT_OUT_S = 600.0  # pause before the restart of a reducer that failed ENDS_AT_MOST times
-USERS_MISTAKE = 2  # exit code of the command line for a mistake of the user
-INTERRUPTED = 130  # exit code of a run that was stopped
-WORKERS = "workers"  # the name that stands for all workers in StopProcess
 
 
 class RunStateMachine:
@@ -54,7 +50,7 @@ class RunStateMachine:
         # The plan's services and the reducers of hosts that joined, by their names.
         self.places: dict[str, m.RunService] = {place.name: place for place in facts.services}
         self.services = {name: ProcessState(name) for name in self.places}
-        self.workers = ProcessState(WORKERS)
+        self.workers = ProcessState(m.WORKERS)
         self.worker_hosts: tuple[str, ...] = ()  # hosts of the last attempt, in rank order
         self.attempt = facts.first_attempt - 1  # number of the last attempt that was started
         self.spares = dict(facts.spares)  # workers that each spare or joined host can run
@@ -94,7 +90,7 @@ class RunStateMachine:
             case m.Committed():
                 self._committed(event.step)
             case m.StopRequested():
-                self._end(INTERRUPTED, event.why)
+                self._end(m.INTERRUPTED, event.why)
         self._settle()
         out, self._out = self._out, []
         return out
@@ -152,13 +148,13 @@ class RunStateMachine:
             self._stopped_workers_ended(event)
             return
         end = f"{event.first} ended ({exit_text(event.code)})"
-        if event.code == INTERRUPTED:
-            self._end(INTERRUPTED, f"{event.first} was interrupted")
+        if event.code == m.INTERRUPTED:
+            self._end(m.INTERRUPTED, f"{event.first} was interrupted")
             return
         when = workers.ended_by_itself(self.now)
         first = self.attempt == self.facts.first_attempt and self.step < 0
-        if event.code == USERS_MISTAKE and first:
-            self._end(USERS_MISTAKE, event.last_line or end)
+        if event.code == m.REFUSED and first:
+            self._end(m.REFUSED, event.last_line or end)
         elif workers.ends >= ENDS_AT_MOST:
             self._end(1, f"{end}, {workers.ends} times without a committed step: {event.last_line}")
         else:
@@ -172,7 +168,7 @@ class RunStateMachine:
         counts as a failure."""
         workers = self.workers
         if not self.lost_some:
-            if event.code == KILLED:
+            if event.code == m.KILLED:
                 self._notify(f"{event.first} was killed before it had committed its step")
             return
         self.lost_some = False
@@ -317,7 +313,7 @@ class RunStateMachine:
     def _done(self) -> None:
         if self.phase is RunPhase.GOING:
             self._end(0, "all workers are done")
-        elif self.code == INTERRUPTED:  # the workers were done before the stop took effect
+        elif self.code == m.INTERRUPTED:  # the workers were done before the stop took effect
             self.code, self.why = 0, "all workers are done"
 
     def _end(self, code: int, why: str) -> None:
@@ -339,7 +335,7 @@ class RunStateMachine:
         if all(down):
             self._enter(RunPhase.ENDED)
             self._notify(
-                {0: "the run is done", INTERRUPTED: "the run is stopped"}.get(
+                {0: "the run is done", m.INTERRUPTED: "the run is stopped"}.get(
                     self.code, "the run failed"
                 )
             )

@@ -1,1 +1,1 @@
-"""Run a launch on a Ray cluster, with services as actors and workers in Ray Train. Imports Ray."""
+"""Run a launch on a Ray cluster: services and workers in actors. Imports Ray."""

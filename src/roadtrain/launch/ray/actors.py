@@ -1,10 +1,8 @@
-"""The actors of a launched run. A ServedProcess runs a server, a reducer or a switch on its node. A
-WorkerMailbox passes messages between the supervisor and the workers, because actors of Ray Train
-cannot be called by name.
+"""The actors of a launched run. Each runs a server, a reducer, a switch, or the workers of a host.
 
 An actor buffers events, so that a new supervisor can fetch what the old supervisor has not fetched.
-If a ServedProcess is killed, Ray restarts it. If only its process has ended, the supervisor creates
-a new actor. Services end themselves if the supervisor's own actor is lost with its node.
+If the actor of a service is killed, Ray restarts it. If only its process has ended, the supervisor
+creates a new actor. Services end themselves if the supervisor's own actor is lost with its node.
 
 The arguments of an actor contain the run's token. Ray sends arguments unencrypted, unless TLS is on
 in Ray. So Ray's ports must be inside a trusted network (docs/guides/launch.md).
@@ -33,22 +31,12 @@ ORPHAN_S = 300.0  # time without a poll after which a service checks whether it 
 
 
 @dataclass(frozen=True)
-class WorkerBegun:
-    """Event: a train function of Ray Train starts the process of the worker `name`."""
-
-    name: str
-
-
-ActorEvent = ProcessEvent | WorkerBegun
-
-
-@dataclass(frozen=True)
 class EventBatch:
     """The reply to a poll for events."""
 
     life: str  # unique id of this start of the actor
     then: int  # sequence number from which the next poll continues
-    events: tuple[ActorEvent, ...]
+    events: tuple[ProcessEvent, ...]
     left_out: int = 0  # number of lines that were dropped before they were polled
 
 
@@ -59,12 +47,12 @@ class EventLog:
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
-        self._lines: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
-        self._others: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
+        self._lines: deque[tuple[int, ProcessEvent]] = deque(maxlen=KEPT)
+        self._others: deque[tuple[int, ProcessEvent]] = deque(maxlen=KEPT)
         self._count = 0  # sequence number of the next event
         self._changed = threading.Condition()
 
-    def add(self, *events: ActorEvent) -> None:
+    def add(self, *events: ProcessEvent) -> None:
         with self._changed:
             for event in events:
                 kept = self._lines if isinstance(event, Output) else self._others
@@ -94,18 +82,19 @@ class EventLog:
             return EventBatch(self._life, self._count, events, self._count - after - len(events))
 
 
-class ServedProcess:
-    """The actor of a service. The process of the service starts and ends with the actor."""
+class ServedProcesses:
+    """The actor of a service, or of the workers of a host. The processes start and end with it."""
 
-    def __init__(self, process: Process, mark: str) -> None:
-        self._process, self._mark = process, mark
+    def __init__(self, processes: Sequence[Process], mark: str) -> None:
+        self._first, self._mark = processes[0], mark
         self._log = EventLog()
         self._polled_at = time.monotonic()
-        self._held = HeldProcess(process, mark, self._record)
+        self._held = [HeldProcess(process, mark, self._record) for process in processes]
         threading.Thread(target=self._watch, name="orphan", daemon=True).start()
 
     def stop(self, grace_s: float) -> None:
-        self._held.stop(grace_s)
+        for held in self._held:
+            held.stop(grace_s)
 
     def news(self, life: str, after: int, patience_s: float) -> EventBatch:
         self._polled_at = time.monotonic()
@@ -114,10 +103,10 @@ class ServedProcess:
     def place(self) -> tuple[Process, str, bool]:
         """Return the process of the service, the id of the actor's node, and whether the process is
         alive."""
-        return self._process, ray.get_runtime_context().get_node_id(), self._held.alive
+        return self._first, ray.get_runtime_context().get_node_id(), self._held[0].alive
 
     def _record(self, event: ProcessEvent) -> None:
-        to_ray_log(event, self._process.host)
+        to_ray_log(event, self._first.host)
         self._log.add(event)
 
     def _watch(self) -> None:
@@ -126,65 +115,13 @@ class ServedProcess:
             self.end_if_orphaned(time.monotonic())
 
     def end_if_orphaned(self, now: float) -> None:
-        """End this actor if the supervisor has not polled it for a fixed time and the supervisor's
-        own actor is gone. `now`: the monotonic time in seconds."""
+        """End the actor of a service if the supervisor has not polled it for a fixed time and the
+        supervisor's own actor is gone. (Ray ends the actors of workers with the supervisor.) `now`:
+        the monotonic time in seconds."""
         if now - self._polled_at > ORPHAN_S:
             self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):
-                kill_named(service_actor(self._mark, self._process.name))
-
-
-@dataclass
-class _Attempt:
-    """An attempt to run the workers."""
-
-    number: int
-    places: dict[str, list[Process]]  # by node id, workers that no train function has taken yet
-    grace_s: float | None = None  # grace period of a stop request, or None without a request
-
-
-class WorkerMailbox:
-    """The actor between the supervisor and the train functions. It hands out worker processes,
-    buffers the events of workers, and passes on stop requests."""
-
-    def __init__(self) -> None:
-        self._log = EventLog()
-        self._lock = threading.Lock()
-        self._attempt = _Attempt(-1, {})
-
-    def offer(self, attempt: int, places: dict[str, list[Process]]) -> None:
-        """Begin an attempt. `places`: the workers of each node, by node id."""
-        with self._lock:
-            self._attempt = _Attempt(attempt, {node: list(of) for node, of in places.items()})
-
-    def take(self, attempt: int, node: str) -> Process | None:
-        """Return a worker of a node that no train function has taken yet, or None if there is none
-        or the attempt is over."""
-        with self._lock:
-            left = self._attempt.places.get(node)
-            if attempt != self._attempt.number or not left:
-                return None
-            process = left.pop(0)
-            self._log.add(WorkerBegun(process.name))
-            return process
-
-    def post(self, attempt: int, events: Sequence[ProcessEvent]) -> float | None:
-        """Buffer events of a worker for the supervisor. Return the grace period in seconds if the
-        worker must end, else None."""
-        with self._lock:
-            if attempt != self._attempt.number:
-                return 0.0  # the attempt is over: end now
-            self._log.add(*events)
-            return self._attempt.grace_s
-
-    def order(self, attempt: int, grace_s: float) -> None:
-        """Request that the workers of an attempt end within `grace_s` seconds."""
-        with self._lock:
-            if attempt == self._attempt.number:
-                self._attempt.grace_s = grace_s
-
-    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
-        return self._log.news(life, after, patience_s)
+                kill_named(service_actor(self._mark, self._first.name))
 
 
 def actor_name(run: str) -> str:

@@ -1,5 +1,5 @@
-"""HeldProcess: a process of the run that ends when its holder (an actor or a worker of Ray Train)
-ends. Does NOT restart the process.
+"""HeldProcess: a process of the run that ends when its holder, an actor, ends. Does NOT restart the
+process.
 
 The process has an agent of its own (launch/agent.py), which kills the process when the holder is
 killed. The kernel cannot do this for a holder with several threads.
@@ -18,10 +18,8 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import Process
-from roadtrain.launch.protocol.run_events import HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.run_events import KILLED, HostLost, Output, ProcessEnded
 
-KILLED = -9  # exit code of a process that signal 9 killed
-END_S = 30.0  # timeout for a killed process to end
 TURN_S = 0.1  # longest delay of a stop request
 ProcessEvent = Output | ProcessEnded
 

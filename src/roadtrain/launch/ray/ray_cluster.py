@@ -1,7 +1,7 @@
 """Access to a Ray cluster: connect to the cluster, list its nodes, and request nodes.
 
-Ray (2.60) has no public API that lists drained nodes, so this module uses `get_draining_nodes`,
-like Ray Train.
+Ray (2.60) has no public API that lists drained nodes, so this module uses `get_draining_nodes`, as
+Ray itself does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """RayEngine: the LaunchEngine of a Ray cluster. The process of the engine is a Ray driver.
 
-    a server, reducer or switch   runs in a detached actor ServedProcess "roadtrain:RUN:NAME", which
-                                  is bound to the node of its host and restarted by Ray if killed
-    the workers                   run in Ray Train (workers.py); the workers end when this driver
-                                  ends
+    a server, reducer or switch   runs in a detached actor ServedProcesses "roadtrain:RUN:NAME",
+                                  which is bound to the node of its host and restarted by Ray if
+                                  killed
+    the workers of a host         run in an actor that has a processor and a device of the node for
+                                  each; it ends with this driver and is not restarted, because all
+                                  workers restart together
     a host                        is a node (nodes.py)
 
 If the driver is killed, the workers end, but the services keep running, and a new engine of the
@@ -14,16 +16,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from roadtrain.config.machines import PlanHost
 from roadtrain.config.plan_file import PlanFile
@@ -33,6 +34,8 @@ from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.launch_engine import ASK_S, HostSeen, answer_of, run_command
 from roadtrain.launch.processes import Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
+    KILLED,
+    WORKERS,
     HostJoined,
     HostLeaving,
     HostLost,
@@ -45,9 +48,7 @@ from roadtrain.launch.protocol.run_events import (
 from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import (
     EventBatch,
-    ServedProcess,
-    WorkerBegun,
-    WorkerMailbox,
+    ServedProcesses,
     actor_name,
     end_actors,
     kill_named,
@@ -55,23 +56,15 @@ from roadtrain.launch.ray.actors import (
     service_actors,
 )
 from roadtrain.launch.ray.nodes import HostMap, RayNode
-from roadtrain.launch.ray.workers import (
-    RayWorkers,
-    ray_workers,
-    remove_old_places,
-    set_environment,
-    threads_of,
-)
+from roadtrain.launch.worker_run import WorkerRun
 
-WORKERS = "workers"  # the name that stands for all workers in `stop`
-BEGIN_S = 60.0  # timeout for an actor to start
+BEGIN_S = 60.0  # timeout for an actor of an earlier engine to answer
+WORKERS_BEGIN_S = 180.0  # timeout for Ray to start the workers of a host
 LOOK_S = 0.5  # interval of the checks of the nodes
 PATIENCE_S = 2.0  # duration of a long poll
 AGAIN_S = 0.5  # pause before an actor is polled again after a failure
 SILENT_S = 60.0  # an actor that answers no poll for this long is replaced
-DRAIN_S = 30.0  # timeout for reading the rest of the mailbox
 NAME_S = 15.0  # timeout for the name of a killed actor to become free
-KILLED = -9  # exit code of a process that signal 9 killed
 
 
 @dataclass
@@ -79,7 +72,8 @@ class _PolledActor:
     """An actor that is polled for events. Invariant: at most one poll is in flight."""
 
     actor: Any
-    process: Process | None  # the process of a service, or None for the workers' mailbox
+    host: str
+    process: Process | None = None  # the process of a service, or None for the workers of the host
     life: str = ""  # `life` of the actor's last reply
     after: int = 0  # sequence number of the next event to fetch
     poll: Any = None  # the ObjectRef of the poll in flight, or None
@@ -97,7 +91,6 @@ class RayEngine:
         addresses: For a host name, the address of the host's node in earlier starts of the run.
         begun: If True, running services of the run are kept. If False, they belong to an earlier
             launch and are ended.
-        directory: The directory for files of Ray Train.
 
     Raises:
         LaunchError: `begun` is False and a host of the plan, other than a spare host, has no node.
@@ -111,20 +104,20 @@ class RayEngine:
         spares: Sequence[PlanHost] = (),
         addresses: Mapping[str, str] | None = None,
         begun: bool = False,
-        directory: Path | None = None,
     ) -> None:
-        set_environment()
-        self._mark, self._directory = mark, directory
+        self._mark = mark
         self._events: list[RunEvent] = []
         self._map = HostMap(hosts, spares, addresses)
         self._services: dict[str, _PolledActor] = {}
         self.resumed = begun
-        self._workers: RayWorkers | None = None
+        self._workers: WorkerRun | None = None
+        self._at_work: dict[str, _PolledActor] = {}  # by host, the actors of `_workers`
+        self._started_at = 0.0  # monotonic time at which these actors were created
         self._looked_at = 0.0
         if begun:
             for name, (actor, process, node) in _found(mark).items():
                 self._map.remember(process.host, node)
-                self._services[name] = _PolledActor(actor, process, after=-1)
+                self._services[name] = _PolledActor(actor, process.host, process, after=-1)
         else:
             end_services(mark)
         self._look()
@@ -132,10 +125,6 @@ class RayEngine:
         self._events += self._map.missing_events()
         self._events += self._others_with_services((*hosts, *spares))
         ray_cluster.request_nodes(self._map.places_of_workers())
-        here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
-        # A killed mailbox is restarted without an attempt, which ends the workers that use it.
-        mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
-        self._mailbox = _PolledActor(mailbox.options(scheduling_strategy=here).remote(), None)
 
     def _refuse_missing(self, hosts: Sequence[PlanHost]) -> None:
         missing = [host for host in self._map.missing() if host in hosts]
@@ -147,7 +136,7 @@ class RayEngine:
         """Return an event HostJoined for each host that is not in the plan but runs a reducer of an
         earlier engine."""
         planned = {host.name for host in plan}
-        services = {actor.process.host for actor in self._services.values() if actor.process}
+        services = {actor.host for actor in self._services.values()}
         return [
             HostJoined(name, self._map.address_of(name), self._map.workers_of(name))
             for name in self._map.hosts
@@ -202,10 +191,10 @@ class RayEngine:
         if running is not None and running.process == process:
             return  # an earlier engine has started the process
         actor = self._create(process, self._node(process.host))
-        self._services[process.name] = _PolledActor(actor, process)
+        self._services[process.name] = _PolledActor(actor, process.host, process)
 
     def _create(self, process: Process, node: RayNode) -> Any:
-        served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
+        served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcesses)
         named = served.options(
             name=service_actor(self._mark, process.name),
             lifetime="detached",
@@ -214,7 +203,7 @@ class RayEngine:
         deadline = time.monotonic() + NAME_S
         while True:
             try:
-                return named.remote(process, self._mark)
+                return named.remote((process,), self._mark)
             except ValueError:  # the actor that had the name is still ending
                 if time.monotonic() > deadline:
                     raise LaunchError(
@@ -226,28 +215,33 @@ class RayEngine:
 
     def start_workers(self, workers: WorkerSet) -> None:
         assert self._workers is None, "the workers of the previous attempt have not ended"
-        for process in workers.processes:
-            self._node(process.host)
-        nodes = self._map.hosts
+        nodes = {process.host: self._node(process.host) for process in workers.processes}
         users = os.environ.get(ray_cluster.USERS_THREADS, "")
         workers = with_threads(workers, threads_of(workers, nodes), users)
-        with suppress(RayError, RuntimeError):
-            remove_old_places()
-        self._remove_directory()  # has files of the previous attempt
-        self._workers = ray_workers(
-            workers, nodes, self._mailbox.actor, self._mark, self._directory
-        )
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        of_hosts: dict[str, list[Process]] = {host: [] for host in nodes}
+        for process in workers.processes:
+            of_hosts[process.host].append(process)
+        served = {host: actor_of_workers(nodes[host], own) for host, own in of_hosts.items()}
+        hosts = {process.name: process.host for process in workers.processes}
+        self._workers = WorkerRun(workers.attempt, hosts)
+        self._started_at = time.monotonic()
+        for host, own in of_hosts.items():
+            self._at_work[host] = _PolledActor(served[host].remote(own, self._mark), host)
 
     def stop(self, name: str, grace_s: float) -> None:
         if name == WORKERS:
             if self._workers is not None:
-                self._workers.stop(grace_s)
+                self._workers.stopping = True
+                self._end_workers(grace_s)
         elif name in self._services:
             self._services[name].actor.stop.remote(grace_s)
+
+    def _end_workers(self, grace_s: float) -> None:
+        for host, actor in list(self._at_work.items()):
+            if actor.life:
+                actor.actor.stop.remote(grace_s)
+            else:
+                self._lose_workers(host, "it was stopped before Ray had started it")
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         deadline = time.monotonic() + timeout_s
@@ -256,10 +250,7 @@ class RayEngine:
                 self._look()
             left = deadline - time.monotonic()
             self._poll_actors(0.0 if self._events else max(0.0, min(left, LOOK_S)))
-            if self._workers is not None and self._workers.is_over():
-                self._drain_mailbox()
-                self._events.append(self._workers.ended())
-                self._workers = None
+            self._end_late_workers()
             if self._events or left <= 0:
                 events, self._events = self._events, []
                 return events
@@ -268,23 +259,51 @@ class RayEngine:
         """Check which nodes are alive, and queue the resulting events, such as HostLost."""
         self._looked_at = time.monotonic()
         found = self._map.look(ray_cluster.nodes(), ray_cluster.why_dead)
+        self._events += found
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
-                if self._workers is not None:
-                    self._workers.lose(event.host)
-        self._events += found
+                self._lose_workers(event.host, f"its host {event.host} was lost")
 
     def _forget_services(self, host: str) -> None:
-        for name, service in list(self._services.items()):
-            if service.process is not None and service.process.host == host:
-                del self._services[name]
-                ray.kill(service.actor, no_restart=True)
+        for name in [name for name, service in self._services.items() if service.host == host]:
+            ray.kill(self._services.pop(name).actor, no_restart=True)
+
+    def _end_late_workers(self) -> None:
+        """End workers that Ray does not start, and workers that do not end."""
+        now = time.monotonic()
+        if self._workers is not None and (why := self._workers.end_late(now)):
+            self._events.append(Output(WORKERS, "", f"{why}: the remaining workers are killed"))
+            self._end_workers(0.0)
+        for host in [host for host, actor in self._at_work.items() if not actor.life]:
+            if now - self._started_at > WORKERS_BEGIN_S:
+                self._lose_workers(host, f"Ray has not started it within {WORKERS_BEGIN_S:.0f} s")
+
+    def _lose_workers(self, host: str, why: str) -> None:
+        """Kill the actor of a host's workers, and record the ends that it cannot report."""
+        lost = self._at_work.pop(host, None)
+        if lost is not None and self._workers is not None:
+            ray.kill(lost.actor, no_restart=True)
+            for name in [name for name, at in self._workers.hosts.items() if at == host]:
+                self._worker_ended(ProcessEnded(name, KILLED, why))
+
+    def _worker_ended(self, ended: ProcessEnded) -> None:
+        run = self._workers
+        if run is None or ended.name not in run.hosts:
+            return
+        if run.end(ended.name, ended.code, ended.last_line, time.monotonic()):
+            self._end_workers(0.0)
+        if self._workers is run and (result := run.ended()) is not None:
+            for actor in self._at_work.values():
+                ray.kill(actor.actor, no_restart=True)
+            self._at_work.clear()
+            self._workers = None
+            self._events.append(result)
 
     def _poll_actors(self, patience_s: float) -> None:
         """Poll the actors for events, for at most `patience_s` seconds, and handle all replies."""
         polls = {}
-        for service in (self._mailbox, *self._services.values()):
+        for service in (*self._services.values(), *self._at_work.values()):
             if service.poll is None and time.monotonic() >= service.poll_at:
                 self._send_poll(service, PATIENCE_S)
             if service.poll is not None:
@@ -300,8 +319,11 @@ class RayEngine:
             service.poll = None
             try:
                 self._take(service, ray.get(ref))
-            except RayError:  # poll again until Ray has restarted the actor or SILENT_S are over
+            except RayError as error:  # poll again until Ray has restarted it or SILENT_S are over
                 service.poll_at = time.monotonic() + AGAIN_S
+                if service.process is None and isinstance(error, ActorDiedError):
+                    self._look()  # its host may be lost too, which is reported first
+                    self._lose_workers(service.host, f"its actor has ended: {_first_line(error)}")
         for service in polls.values():  # after all replies were handled
             since = service.silent_since
             if since is not None and time.monotonic() - since > SILENT_S:
@@ -311,76 +333,72 @@ class RayEngine:
         service.silent_since = service.silent_since or time.monotonic()
         service.poll = service.actor.news.remote(service.life, service.after, patience_s)
 
-    def _drain_mailbox(self) -> None:
-        """Read all remaining events of the workers after the workers have ended."""
-        mailbox, deadline, in_flight = self._mailbox, time.monotonic() + DRAIN_S, True
-        while in_flight:
-            in_flight = mailbox.poll is not None
-            if not in_flight:
-                self._send_poll(mailbox, 0.0)
-            ref, mailbox.poll = mailbox.poll, None
-            try:
-                batch = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-            except RayError as error:  # Ray Train has reported the ends of the workers
-                why = f"the last output of the workers was lost: {_first_line(error)}"
-                self._events.append(Output(WORKERS, "", f"[{why}]"))
-                return
-            self._take(mailbox, batch)
-
     def _actor_silent(self, service: _PolledActor) -> None:
         """Kill an actor that has not answered for a fixed time, so that it is started again."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
-            self._events.append(Output(WORKERS, "", f"[restarting the workers' mailbox: {why}]"))
-            service.silent_since = service.poll = None
-            ray.kill(service.actor, no_restart=False)
-            return
-        name = service.process.name
-        if self._services.get(name) is not service:
-            return
-        del self._services[name]
-        ray.kill(service.actor, no_restart=True)
-        self._events.append(ProcessEnded(name, KILLED, why))
+            if service.life:  # else Ray may still start it
+                self._lose_workers(service.host, why)
+        elif self._services.get(service.process.name) is service:
+            self._service_ended(ProcessEnded(service.process.name, KILLED, why))
+
+    def _service_ended(self, ended: ProcessEnded) -> None:
+        self._events.append(ended)
+        if (service := self._services.pop(ended.name, None)) is not None:
+            ray.kill(service.actor, no_restart=True)
 
     def _take(self, service: _PolledActor, batch: EventBatch) -> None:
-        name = service.process.name if service.process else ""
-        if service.life and service.life != batch.life:
+        if not service.life and service is next(iter(self._at_work.values()), None):
+            self._events.append(WorkersPlaced())  # worker 0 is there
+        name = service.process.name if service.process else WORKERS
+        if service.life not in ("", batch.life):
             self._events.append(ProcessRestarted(name))
         service.life, service.after = batch.life, batch.then
         service.silent_since = None
         if batch.left_out:
-            host = service.process.host if service.process else ""
             text = f"[{batch.left_out} lines dropped: the supervisor was away or slow]"
-            self._events.append(Output(name or WORKERS, host, text))
+            self._events.append(Output(name, service.host, text))
         for event in batch.events:
-            match event:
-                case Output():
-                    self._events.append(event)
-                case WorkerBegun():
-                    if self._workers is not None and self._workers.begun(event.name):
-                        self._events.append(WorkersPlaced())
-                case ProcessEnded():
-                    self._take_end(service, event)
-
-    def _take_end(self, service: _PolledActor, ended: ProcessEnded) -> None:
-        if service.process is None:
-            if self._workers is not None:
-                self._workers.take(ended)
-            return
-        self._events.append(ended)
-        if self._services.pop(service.process.name, None) is not None:
-            ray.kill(service.actor, no_restart=True)
+            if isinstance(event, Output):
+                self._events.append(event)
+            elif service.process is None:
+                self._worker_ended(event)
+            else:
+                self._service_ended(event)
 
     def close(self) -> None:
         """End the workers and the services."""
-        if self._workers is not None:
-            self._workers.stop(0.0)
-        for service in (*self._services.values(), self._mailbox):
+        for service in (*self._services.values(), *self._at_work.values()):
             with suppress(RayError):
                 ray.kill(service.actor, no_restart=True)
         self._services.clear()
+        self._at_work.clear()
         ray_cluster.request_nodes([])
-        self._remove_directory()
+
+
+def actor_of_workers(node: RayNode, workers: Sequence[Process]) -> Any:
+    """Return the class of the actor for the workers of a host, bound to the host's node. All its
+    workers see the actor's devices, and each uses the device with the number LOCAL_RANK. Raises
+    LaunchError if the node has too few processors."""
+    if node.processors < len(workers):
+        raise LaunchError(
+            f"host {workers[0].host} has {len(workers)} workers in the plan, but only"
+            f" {node.processors} CPU in Ray",
+            hint="set the node's resources with `ray start --num-cpus`",
+        )
+    devices = min(len(workers), node.devices)  # checks.py refuses workers without a device
+    served = ray.remote(num_cpus=len(workers), num_gpus=devices, max_concurrency=8)
+    return served(ServedProcesses).options(scheduling_strategy=ray_cluster.on_node(node.node_id))
+
+
+def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
+    """Return the number of threads per worker for each host: equal shares of the processors of a
+    machine, even if several nodes run on it. (By default, Ray gives a worker one thread.)"""
+    on = Counter(nodes[process.host].host_name for process in workers.processes)
+    return {
+        process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
+        for process in workers.processes
+    }
 
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
@@ -439,5 +457,4 @@ def ray_engine(plan_file: PlanFile, record: LaunchRecord) -> RayEngine:
         # If this run never had workers, addresses.json may be left over from an older run.
         addresses=home.addresses() if begun or state.attempt >= 0 else {},
         begun=begun,
-        directory=home.path / "ray",
     )
