@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import msgspec
 import psutil
 import torch
 
@@ -74,9 +73,8 @@ class StageSizes:
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
         messages = measure_messages(links, shape, self._message_bytes(), context.device)
-        own = msgspec.msgpack.encode(MeasuredRank(times, messages, self._room()))
-        encoded = context.control.gather(own, "speeds of all ranks")
-        every = [msgspec.msgpack.decode(message, type=MeasuredRank) for message in encoded]
+        own = MeasuredRank(times, messages, self._room())
+        every = context.control.agree(own, "speeds of all ranks", MeasuredRank)
         work = measured_work(context.groups, every, context.options.num_microbatches, self._weights)
         self._ends = work.ends
         memory = self._memory(every, work)
