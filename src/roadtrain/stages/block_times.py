@@ -208,12 +208,8 @@ def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:
     segment."""
     if not segment.begin:
         return []
-    return [
-        torch.zeros(x.shape, dtype=x.dtype, device=stage_model.device).requires_grad_(
-            x.requires_grad
-        )
-        for x in stage_model.cuts.crossing(segment.begin)
-    ]
+    shapes, device = stage_model.cuts.crossing(segment.begin), stage_model.device
+    return [torch.zeros_like(x, device=device).requires_grad_(x.requires_grad) for x in shapes]
 
 
 def _start_hook(timed: _Pass, block: int, device: torch.device) -> Callable[..., None]:

@@ -21,6 +21,7 @@ from pydantic import field_validator, model_validator
 
 from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Flag, RateText, Section, Texts
+from roadtrain.stages.rank_groups import GroupKind, RankGroup
 from roadtrain.units import parse_rate, show_rate
 
 # the kinds of cards, in order of preference if rates are equal or unknown
@@ -180,15 +181,6 @@ class GroupNetwork:
         return f"{self.group}: {self.kind}{rate} ({where}){self.passed_over}"
 
 
-class NamedRanks(Protocol):
-    """A group of ranks with a name, such as a data group or a tensor group."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
-
-
 LOOPBACK_CARD = HostCard("lo", LOOPBACK, 8, kind=INSIDE)
 
 
@@ -248,10 +240,10 @@ def _apply(host: str, card: HostCard, statement: NetworkStatement) -> HostCard:
     return replace(card, kind=kind, bytes_per_s=rate, fabric=statement.fabric)
 
 
-def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
+def pick(group: RankGroup, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     """Choose the network of a group. host_of: the host of each rank. Raises ConfigError with the
     reason if the group's hosts cannot reach each other."""
-    ranks = tuple(group.ranks)
+    ranks = group.ranks
     members = [host_of[rank] for rank in ranks]
     hosts = {host.identity: host for host in members}
     names = tuple(host.name for host in members)
@@ -267,20 +259,14 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     return GroupNetwork(group.name, ranks, names, way[0].kind, cards, passed)
 
 
-@dataclass(frozen=True)
-class _AllRanks:
-    ranks: tuple[int, ...]
-    name: str = CONTROL
-
-
 def choose_networks(
-    groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
+    groups: Sequence[RankGroup], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
     """Choose a network for each group and for the group of all ranks, and return them by the
     groups' names. hosts: the host of each rank. Raises ConfigError with the reason if the hosts of
     a group cannot reach each other."""
     host_of = dict(enumerate(hosts))
-    every = (*groups, _AllRanks(tuple(host_of)))
+    every = (*groups, RankGroup(GroupKind.CONTROL, CONTROL, tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
 
 

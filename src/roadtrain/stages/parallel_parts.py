@@ -182,14 +182,10 @@ def placed_stage(
         blocks=stage_model.own_names,
         device=context.device,
         deadline_s=options.deadline_s,
-        report=partial(_print_line, at.stage) if at.replica == 0 else silent,
+        report=partial(print, f"stage {at.stage}:", flush=True) if at.replica == 0 else silent,
         group=WorkerIdentity(session=context.start).of_stage(at.stage, at.replica, width),
     )
     return PlacedStage(placed, shared_copies(context))
-
-
-def _print_line(stage: int, line: str) -> None:
-    print(f"stage {stage}: {line}", flush=True)
 
 
 def silent(_: str) -> None: ...

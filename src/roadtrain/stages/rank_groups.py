@@ -22,6 +22,7 @@ class GroupKind(StrEnum):
     ACTIVATIONS = "activations"  # sends activations to the next stage
     GRADIENTS = "gradients"  # sends gradients of activations to the previous stage
     SHARED = "shared"  # sums the gradients of parameters shared by several stages
+    CONTROL = "control"  # exchanges control messages of all ranks
 
 
 @dataclass(frozen=True, slots=True)
