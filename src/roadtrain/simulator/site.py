@@ -36,11 +36,7 @@ class Site:
     ) -> None:
         """Create the resources of the host. `resource`: returns the resource with a given name and
         capacity, for sites that share resources. If None, this site has its own resources."""
-        if resource is None:
-
-            def resource(what: str, capacity: float) -> Resource:
-                return engine.resource(f"{name} {what}", capacity)
-
+        resource = resource or (lambda what, rate: engine.resource(f"{name} {what}", rate))
         self.host, self.name, self.nic = host, name, nic
         rate = nic.total * constants.network if nic is not None else float("inf")
         self.out, self.into = resource("out", rate), resource("in", rate)
