@@ -179,6 +179,7 @@ class Cuts:
         self.returned: list[BlockOutput] = []
         self.blocks_before: dict[str, int] = {}
         result = self._record(model, parts.blocks, args, kwargs)
+        self.draws = self._flow.draws  # whether the forward draws random numbers, as dropout does
         if missing := [part.name for part in parts.blocks if part.name not in self.blocks]:
             raise ModelError(
                 f"{len(missing)} of the model's {len(parts.blocks)} blocks did not run"
@@ -195,11 +196,6 @@ class Cuts:
             name: self._index.get(self._block_of.get(name, ""), 0)
             for name in {*self._name_of.values()} - self.parameters(Segment(0, len(self.blocks)))
         }
-
-    @property
-    def draws(self) -> bool:
-        """Return whether the forward draws random numbers, as dropout does."""
-        return self._flow.draws
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
         """Return the compute dtype of a parameter."""

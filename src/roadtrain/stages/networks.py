@@ -15,6 +15,8 @@ import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
+from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar
 
 from pydantic import field_validator, model_validator
@@ -271,11 +273,7 @@ def choose_networks(
 
 
 def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
-    def fastest(
-        of: Sequence[Sequence[HostCard]], fabric: Callable[[HostCard], str]
-    ) -> tuple[HostCard, ...] | None:
-        return fastest_common(of, fabric, lambda card: card.bytes_per_s)
-
+    fastest = partial(fastest_common, bytes_per_s=attrgetter("bytes_per_s"))
     # a RoCE card can also be used as an Ethernet card in its subnet
     plain = [
         [replace(card, kind=ETHERNET) for card in host.cards if card.kind != INFINIBAND]

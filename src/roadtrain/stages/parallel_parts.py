@@ -84,10 +84,10 @@ def join(
     start_processes(networks[CONTROL], meeting.store, me, meeting.world_size, deadline_s)
     processes = make_process_groups(every, networks, deadline_s, device=device, say=report)
     places = []
-    for rank in range(groups.world_size):
+    for rank, host in enumerate(groups.host_of):
         at = groups.position(rank)
         role = f"stage {at.stage}, replica {at.replica}"
-        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
+        places.append(RankPlace(host.cluster, host.host, role))
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
     # launchers do not provide an id
     start = control.same(lambda: uuid.uuid4().hex, "the id of this start")
