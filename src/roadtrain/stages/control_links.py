@@ -93,9 +93,9 @@ class ControlLinks:
         return [msgspec.msgpack.decode(message, type=kind) for message in every]
 
     def same(self, call: Callable[[], Any], what: str) -> Any:
-        """Call `call` on rank 0 only, and return its result on all ranks, a value as of `agree`. If
-        the call raises a RoadtrainError, rank 0 raises this error, and all other ranks raise a
-        LostError with its text."""
+        """Call `call` on rank 0 only, and return its result, a value that `agree` can send, on all
+        ranks. If the call raises a RoadtrainError, rank 0 raises this error, and all other ranks
+        raise a LostError with its text."""
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 

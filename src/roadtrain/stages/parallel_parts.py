@@ -106,7 +106,7 @@ class UserOptimizer:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
         check_fresh(optimizer)
-        self.optimizer = optimizer
+        self.optimizer, self.rule = optimizer, type(optimizer).__name__
         self._groups = optimizer.param_groups
         self._whole = [list(group["params"]) for group in self._groups]
         optimizer.register_load_state_dict_post_hook(self._loaded)
@@ -118,10 +118,6 @@ class UserOptimizer:
             group.update(loaded)
         optimizer.param_groups = self._groups
         check_fresh(optimizer)
-
-    @property
-    def rule(self) -> str:
-        return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
         """Limit each parameter group to its original parameters that are in `model`, and return the

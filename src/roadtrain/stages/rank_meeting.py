@@ -244,9 +244,11 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
     except (OSError, RuntimeError) as error:
         if _only_loopback(addresses) and not own:
             raise _loopback_error(launch, addresses) from error
-        where, why = f"{addresses[0]}:{launch.port}", str(error).splitlines()[0]
+        where = f"{addresses[0]}:{launch.port}"
         if isinstance(error, OSError):
             why = error.strerror or "no answer"
+        else:
+            why = str(error).splitlines()[0]
         raise PeerError(
             f"{me} cannot {'open' if own else 'reach'} the rendezvous at {where} (MASTER_ADDR"
             f" {launch.address}) within {deadline_s:.0f} s: {why}",
