@@ -17,7 +17,7 @@ from roadtrain.stages.snapshot_files import PartTable
 
 # Built before the ranks' threads start: see the end of storage/meta.py. In a run, each rank is a
 # process.
-DECODERS = [msgspec.json.Decoder(kind) for kind in (SeenSnapshot, PartTable)]
+DECODERS = [msgspec.msgpack.Decoder(SeenSnapshot), msgspec.json.Decoder(PartTable)]
 
 
 class ThreadLinks(ControlLinks):

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable
+from roadtrain.chunks import PAGE, Block, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
 from roadtrain.errors import (
@@ -130,7 +130,7 @@ class ServerChannel(IntermediarySession):
         budgets, meta = orders.budgets, orders.ends.meta
         self.orders, self.number, self._finished = orders, number, finished
         self._route = route
-        self._signature, self._table = meta.signature, meta.table
+        self._signature, self.table = meta.signature, meta.table
         self._tickets = itertools.count(1)  # tickets of pushed sums
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
@@ -201,15 +201,11 @@ class ServerChannel(IntermediarySession):
     # requests of the workers
 
     @property
-    def table(self) -> ChunkTable:
-        return self._table
-
-    @property
     def blocks(self) -> Sequence[Block]:
-        return self._table.blocks
+        return self.table.blocks
 
     def chunk(self, number: int) -> Chunk:
-        chunks = self._table.chunks
+        chunks = self.table.chunks
         if not 0 <= number < len(chunks):
             raise WireError(f"chunk {number} was requested, the last is {len(chunks) - 1}")
         return chunks[number]
@@ -248,7 +244,7 @@ class ServerChannel(IntermediarySession):
         scratch, _, _ = grads.take(number)
         for worker in self.connections:
             self._free(number, worker)
-        whole = scratch.view[: round_up(4 * self._table.chunks[number].numel, PAGE)]
+        whole = scratch.view[: round_up(4 * self.table.chunks[number].numel, PAGE)]
         self._send(
             messages.Push(number, whole, True, False, next(self._tickets)),
             lambda: grads.done(scratch),

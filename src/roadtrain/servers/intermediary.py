@@ -30,6 +30,7 @@ class IntermediarySession(ParameterSession):
     """The session of the participants of one server, and the Receiver of the link to the server."""
 
     machine: Any  # an Intermediary; set before any pull or end of a step
+    table: ChunkTable  # the layout; set once it is known
     _copies: list[Buffer]  # the buffers for parameters, by number
 
     def __init__(
@@ -53,11 +54,6 @@ class IntermediarySession(ParameterSession):
         self._unsent: list[Any] = []
         # participants that wait for a Record frame, in the order of requests; guarded by `lock`
         self._readers: deque[ParameterConnection] = deque()
-
-    @property
-    def table(self) -> ChunkTable:
-        """The layout, which must be known."""
-        raise NotImplementedError
 
     # participants
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from roadtrain.config.cluster import Cluster, Host, Nic
 from roadtrain.config.plan_file import Plan
@@ -26,7 +27,7 @@ class SharedHost:
 
     def __init__(self, engine: Engine, host: Host, name: str, constants: Constants) -> None:
         self.engine, self.host, self.name, self.constants = engine, host, name, constants
-        self.resources: dict[str, Resource] = {}
+        self._shared = cache(engine.resource)
 
     def site(self, nic: Nic | None, rank: str) -> Site:
         """Return the resources that a rank uses. The rank has its own device resources, and shares
@@ -47,18 +48,12 @@ class SharedHost:
         own = max((n for n in self.host.nics if n.kind == nic.kind), key=lambda n: n.total)
         return self._shared(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
 
-    def _shared(self, name: str, capacity: float) -> Resource:
-        if name not in self.resources:
-            self.resources[name] = self.engine.resource(name, capacity)
-        return self.resources[name]
-
 
 class SwitchLinks:
     """The links between switches. All traffic over a link shares it."""
 
     def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
-        self.engine, self.cluster, self.constants = engine, cluster, constants
-        self.resources: dict[tuple[str, str], Resource] = {}
+        self.cluster, self.constants, self._shared = cluster, constants, cache(engine.resource)
 
     def uses(self, here: Nic, there: Nic) -> Uses:
         """Return the links between switches on the path of a byte from one network card to
@@ -67,10 +62,8 @@ class SwitchLinks:
         ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
         if ends[0] == ends[1] or rate == float("inf"):
             return []
-        if ends not in self.resources:
-            capacity = rate * self.constants.network
-            self.resources[ends] = self.engine.resource(f"{ends[0]} to {ends[1]} link", capacity)
-        return [(self.resources[ends], 1.0)]
+        name, capacity = f"{ends[0]} to {ends[1]} link", rate * self.constants.network
+        return [(self._shared(name, capacity), 1.0)]
 
 
 class RankFabric(Fabric):

@@ -25,7 +25,7 @@ from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Uses
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.simulated_sums import SimulatedSums
-from roadtrain.simulator.site import FlowGroup, Site
+from roadtrain.simulator.site import FlowGroup
 
 INSIDE_S = 2e-6  # seconds of latency per step of a collective between devices of a host
 # bytes that AdamW moves per parameter: 2 for the gradient, 24 for reading and writing three arrays,
@@ -94,6 +94,11 @@ class Fabric:
     Attributes:
         fan_in: The costs of packets through switches that sum; None if no switch sums.
         sums: The simulated summation service; None if the placement does not use it.
+        gathers: Whether each device updates only a part of the parameters, so that the next forward
+            has to gather all parts.
+        on_files: Whether the state is on SSDs.
+        depth: The maximum number of reads that the SSDs process at the same time, which is also the
+            maximum number of writes.
     """
 
     def __init__(
@@ -111,6 +116,19 @@ class Fabric:
                     extra += [rate] * host.count
             separate = plan.placement.sum == "separate"
             self.sums = SimulatedSums(group.rates, extra, separate=separate)
+        place = plan.placement
+        sharded = place.parameters == "device" and place.state == "split"
+        self.gathers = sharded and plan.gather == "forward" and group.replicas > 1
+        keeper, own = group.site, group.tp * group.ranks / group.replicas
+        if place.state == "server":
+            assert group.server is not None
+            keeper, own = group.server, group.server_share * group.tp
+        self._keeper = keeper  # the host that keeps the state
+        # the number of parameters whose state is on one host, divided by the number of parameters
+        # on one device
+        self._own = own
+        self.on_files = place.state == "ssd" or (place.state == "server" and bool(keeper.host.ssds))
+        self.depth = max((ssd.depth for ssd in keeper.host.ssds), default=1)
 
     # the network
 
@@ -124,14 +142,6 @@ class Fabric:
             return inside
         weight = per_device * group.tp
         return [(site.out, weight), (site.into, weight), *inside]
-
-    @property
-    def gathers(self) -> bool:
-        """True if each device updates only a part of the parameters, so that the next forward has
-        to gather all parts."""
-        place = self.plan.placement
-        split = place.parameters == "device" and place.state == "split"
-        return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
         """Return the resource uses per byte, and the latency in seconds, of a collective that
@@ -278,15 +288,6 @@ class Fabric:
         uses = self._network(0.0, (n - 1) / n) if n > 1 else []
         return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
 
-    @property
-    def _own(self) -> float:
-        """The number of parameters whose state is on one host, divided by the number of parameters
-        on one device."""
-        group = self.group
-        if self.plan.placement.state == "server":
-            return group.server_share * group.tp
-        return group.tp * group.ranks / group.replicas
-
     def hold(self, params: float) -> Cost:
         """Cost of storing one host's gradient on SSDs until the update; zero if the gradient stays
         in memory."""
@@ -296,28 +297,17 @@ class Fabric:
         nbytes = params * self._own * self.plan.sizes.held_bytes * self.plan.sent_share
         return Cost(nbytes, self.site.writes())
 
-    def _state_site(self) -> Site:
-        if self.plan.placement.state == "server":
-            assert self.server is not None
-            return self.server
-        return self.site
-
-    @property
-    def on_files(self) -> bool:
-        state = self.plan.placement.state
-        return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
-
     def read(self, params: float) -> Cost:
         """Cost of reading the state, and the gradient if it is on SSDs, from the SSDs for an
         update."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
-        uses = self._state_site().reads(beside=place.update == "ssd")
+        uses = self._keeper.reads(beside=place.update == "ssd")
         return Cost(params * self._own * nbytes, uses)
 
     def update(self, params: float) -> Cost:
-        place, site = self.plan.placement, self._state_site()
+        place, site = self.plan.placement, self._keeper
         share = self._own
         if place.update == "device":
             share = 1.0 if place.state == "device" else 1.0 / self.group.replicas
@@ -345,25 +335,19 @@ class Fabric:
         place = self.plan.placement
         copy = self.plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
         nbytes = params * self._own * (self.plan.sizes.state_bytes + copy)
-        return Cost(nbytes, self._state_site().writes(beside=place.update == "ssd"))
+        return Cost(nbytes, self._keeper.writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
         """Cost of reading parameters from files on SSDs into memory."""
         nbytes = params * self._own * self.plan.sizes.parameter_bytes
-        return Cost(nbytes, self._state_site().reads())
-
-    @property
-    def depth(self) -> int:
-        """The maximum number of reads that the SSDs process at the same time, which is also the
-        maximum number of writes."""
-        return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
+        return Cost(nbytes, self._keeper.reads())
 
     def weights_share(self, params: float) -> float:
         """The fraction of the parameters that memory holds in addition to the copy in files."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
-        return nbytes <= self._state_site().host.memory / 2
+        return nbytes <= self._keeper.host.memory / 2
 
     def tax(self, cost: Cost) -> float:
         """Seconds in which devices cannot compute because they work on a transfer."""

@@ -27,33 +27,22 @@ class FanInCosts:
     def __init__(self, plan: Plan, group: FlowGroup, switches: SwitchResources) -> None:
         self.sizes, self.group, self.switches = plan.sizes, group, switches
         self.packets = switches.packets
-
-    @property
-    def latency(self) -> float:
-        """One-way latency of a packet in seconds."""
-        return self.switches.latency(self._rate)
-
-    @property
-    def acknowledged_s(self) -> float:
-        """Seconds from the arrival of a packet until the sender receives the acknowledgement."""
-        return self.latency + self.switches.beat_s(self._rate)
-
-    @property
-    def message_s(self) -> float:
-        """One-way latency of a message over TCP in seconds."""
-        return self.group.site.latency
+        # rate in bytes/s of the slower network card: the worker's or the server's
+        ends = (group.site, group.server)
+        self._rate = rate = min(end.out.capacity for end in ends if end is not None)
+        self.latency = switches.latency(rate)  # one-way latency of a packet in seconds
+        # seconds from the arrival of a packet until the sender receives the acknowledgement
+        self.acknowledged_s = self.latency + switches.beat_s(rate)
+        self.message_s = group.site.latency  # one-way latency of a message over TCP in seconds
+        # number of bytes that one task adds to the traffic of a link, for each byte of a device's
+        # data: switches sum or copy the data, so one byte crosses the link for all workers together
+        self._shared_part = group.at_server(once=True) * group.tp
 
     def gradient_packets(self, params: float) -> int:
         return self.switches.packets_of(params * self.packets.width)
 
     def exponent_packets(self, params: float) -> int:
         return self.switches.packets_of(self._blocks(params))
-
-    @property
-    def _rate(self) -> float:
-        """Rate in bytes/s of the slower network card: the worker's or the server's."""
-        group = self.group
-        return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
     def copy_out(self, params: float) -> Cost:
         """Cost of copying parameters from the server's state to the buffer for sending."""
@@ -94,7 +83,7 @@ class FanInCosts:
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
         memory = 1.0 + params * SUM_BYTES / wire if wire else 0.0
         uses = [*self._path(up=True), *self._server_memory(memory)]
-        uses += [] if group.server is None else [(group.server.sums, self._shared_part())]
+        uses += [] if group.server is None else [(group.server.sums, self._shared_part)]
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
@@ -124,16 +113,10 @@ class FanInCosts:
         used = [(resource, weight) for resource, weight in uses if weight > 0]
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
-    def _shared_part(self) -> float:
-        """Return the number of bytes that one task adds to the traffic of a link, for each byte of
-        a device's data. Switches sum or copy the data, so one byte crosses the link for all workers
-        together."""
-        return self.group.at_server(once=True) * self.group.tp
-
     def _path(self, *, up: bool) -> Uses:
         """Return the resources that a byte and its acknowledgement use on the way to the server (if
         `up` is true) or from the server."""
-        group, once, beat = self.group, self._shared_part(), self._heartbeats()
+        group, once, beat = self.group, self._shared_part, self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]
         if not up:
@@ -157,7 +140,7 @@ class FanInCosts:
 
     def _server_memory(self, crossings: float) -> Uses:
         server = self.group.server
-        return [] if server is None else [(server.memory, crossings * self._shared_part())]
+        return [] if server is None else [(server.memory, crossings * self._shared_part)]
 
 
 def _times(uses: Uses, factor: float) -> Uses:

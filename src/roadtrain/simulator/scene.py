@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import BlockShape, ModelShape
@@ -24,7 +25,7 @@ from roadtrain.simulator.apart import (
     SwitchLinks,
 )
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
+from roadtrain.simulator.engine import Cost, Engine, Resource
 from roadtrain.simulator.fabric import Fabric, check_placement
 from roadtrain.simulator.memory import cut, needs, shared_needs
 from roadtrain.simulator.simulated_fan_in import SimulatedFanIn
@@ -141,7 +142,7 @@ class Scene:
         network in common, or if their devices cannot be divided into tensor-parallel groups."""
         cluster = self.cluster
         self.engine = engine
-        self.switches: dict[str, Resource] = {}  # resources of all switches that sum, by name
+        self._switch = cache(engine.resource)  # the resources of switches, which stages share
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
         self.machine = engine.resource("processors", n) if (n := cluster.processors) else None
         self.server: Site | None = None
@@ -160,8 +161,8 @@ class Scene:
             else:
                 self._build_stage(number)
         self.stage_at = {(stage.number, stage.replica): stage for stage in self.stages}
-        # if each replica is simulated separately: (sender, receiver, direction) -> lane
-        self.lanes: dict[tuple[str, str, str], Lane] = {}
+        # the lanes between replicas that are simulated separately; a lane keeps messages in order
+        self._lane = cache(engine.lane)
         # if the replicas of a stage are simulated as one: (sender's stage, receiver's stage,
         # direction) -> link
         self.between = {} if self.apart else self._boundaries()
@@ -202,12 +203,6 @@ class Scene:
             return None
         blocks = [block for part in self.cuts[stage] for block in part]
         return SimulatedFanIn(self.engine, f"stage {stage}", workers, block_pieces(plan, blocks))
-
-    def _switch(self, name: str, capacity: float) -> Resource:
-        """Return the resource of a switch, which all stages share."""
-        if name not in self.switches:
-            self.switches[name] = self.engine.resource(name, capacity)
-        return self.switches[name]
 
     def _build_stage(self, number: int) -> None:
         """Create pipeline stage `number`, whose workers are simulated as one worker."""
@@ -325,10 +320,7 @@ class Scene:
             return
         receiver, lane = self.stage_at[to.stage, to.replica], None
         if self.apart:
-            key = stage.name, receiver.name, run.what
-            if key not in self.lanes:  # a lane keeps activations in order
-                self.lanes[key] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
-            lane = self.lanes[key]
+            lane = self._lane(f"{run.what} of {stage.name} to {receiver.name}")
         # the part that begins with the first block after the boundary, whatever the direction
         number, part = (to.stage, to.part) if run.what == FORWARD else (stage.number, run.part)
         nbytes = boundary_bytes(self.plan, self.model, self.cuts[number][part][0])
@@ -366,12 +358,8 @@ class Scene:
         """Return the links between consecutive stages on different hosts: (sender's stage,
         receiver's stage, direction) -> link and latency."""
         found: dict[tuple[int, int, str], tuple[Resource, float]] = {}
-        each, pp = len(self.slots_of[0]), self.plan.parallelism.pp
-        pairs = [*itertools.pairwise(range(pp))]
-        if self.plan.parallelism.virtual_stages > 1 and pp > 1:
-            # the last stage sends to the next part of the model, on the first stage
-            pairs.append((pp - 1, 0))
-        for here, there in pairs:
+        each = len(self.slots_of[0])
+        for here, there in self.plan.parallelism.boundaries:
             hosts, a, b = self.hosts, self.slots_of[here][-1], self.slots_of[there][0]
             if a == b:
                 continue

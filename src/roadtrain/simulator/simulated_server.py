@@ -150,11 +150,6 @@ class SimulatedServer:
         )
 
     @property
-    def ended(self) -> int:
-        """The number of the last step that has ended."""
-        return self.commits.ended
-
-    @property
     def holding(self) -> bool:
         """True if any gradient is still on its way to host memory or to an SSD."""
         return any(chunk.holds for chunk in self.machine.chunks.values())

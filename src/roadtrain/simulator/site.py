@@ -36,11 +36,7 @@ class Site:
     ) -> None:
         """Create the resources of the host. `resource`: returns the resource with a given name and
         capacity, for sites that share resources. If None, this site has its own resources."""
-        if resource is None:
-
-            def resource(what: str, capacity: float) -> Resource:
-                return engine.resource(f"{name} {what}", capacity)
-
+        resource = resource or (lambda what, rate: engine.resource(f"{name} {what}", rate))
         self.host, self.name, self.nic = host, name, nic
         rate = nic.total * constants.network if nic is not None else float("inf")
         self.out, self.into = resource("out", rate), resource("in", rate)
@@ -109,6 +105,7 @@ class SwitchResources:
             self.up.append((resource(f"{name} to {parent} link", rate), 1.0))
             self.down.append((resource(f"{parent} to {name} link", rate), 1.0))
         self.packet_nbytes = packets.payload + packets.overhead
+        self._window_nbytes = float(packets.window * self.packet_nbytes)
         for name, switch in tree.switches.items():
             children = tree.children(name)
             copies = 0 if tree.multicasts else children
@@ -151,10 +148,6 @@ class SwitchResources:
         trip = 2 * self.latency(rate)
         by_time = self._window_nbytes / (trip + BEAT_S)
         return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
-
-    @property
-    def _window_nbytes(self) -> float:
-        return float(self.packets.window * self.packet_nbytes)
 
 
 def handling(packets: Resource, count: float, machine: Resource | None, times: float = 1.0) -> Uses:

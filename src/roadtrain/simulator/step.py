@@ -476,7 +476,7 @@ class SimulatedStage:
     def _end_step(self, step: int) -> None:
         """End a step once all its blocks are computed, all its pushes have ended, and the previous
         step has ended."""
-        if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
+        if step not in self.computed or self.pushing[step] or step != self.server.commits.ended + 1:
             return
         if self.plan.update_at == "step":
             if self.server.holding:

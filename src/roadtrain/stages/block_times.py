@@ -14,9 +14,10 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -167,16 +168,17 @@ def _time(
     received = _received(stage_model, segment)
     blocks = [model.get_submodule(n) for n in stage_model.cuts.blocks]
     hooks = [
-        blocks[i].register_forward_pre_hook(_start_hook(timed, i, device))
+        blocks[i].register_forward_pre_hook(partial(_start, timed, i, device))
         for i in range(segment.begin, segment.stop)
     ]
     if segment.stop == len(blocks):
-        hooks.append(blocks[-1].register_forward_hook(_start_hook(timed, segment.stop, device)))
+        after = partial(_start, timed, segment.stop, device)
+        hooks.append(blocks[-1].register_forward_hook(after))
     try:
         timed.starts = [(segment.begin or -1, finished_at(device))]
         with (
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_save_hook(timed), lambda x: x),
+            torch.autograd.graph.saved_tensors_hooks(partial(_save, timed), lambda x: x),
         ):
             ended, value = stage_model.run(segment, received, batch)
             ends = [loss(value, batch)] if ended else _with_gradient(value)
@@ -208,33 +210,22 @@ def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:
     segment."""
     if not segment.begin:
         return []
-    return [
-        torch.zeros(x.shape, dtype=x.dtype, device=stage_model.device).requires_grad_(
-            x.requires_grad
-        )
-        for x in stage_model.cuts.crossing(segment.begin)
-    ]
+    shapes, device = stage_model.cuts.crossing(segment.begin), stage_model.device
+    return [torch.zeros_like(x, device=device).requires_grad_(x.requires_grad) for x in shapes]
 
 
-def _start_hook(timed: _Pass, block: int, device: torch.device) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        timed.starts.append((block, finished_at(device)))
-
-    return hook
+def _start(timed: _Pass, block: int, device: torch.device, *_: Any) -> None:
+    timed.starts.append((block, finished_at(device)))
 
 
-def _save_hook(timed: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that counts the bytes that autograd saves for backward. A storage that several
-    blocks save counts once, for the first of them."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
-        if key not in timed.storages:
-            timed.storages.add(key)
-            timed.kept[timed.starts[-1][0]] += tensor.untyped_storage().nbytes()
-        return tensor
-
-    return pack
+def _save(timed: _Pass, tensor: torch.Tensor) -> torch.Tensor:
+    """Count the bytes that autograd saves for backward. A storage that several blocks save counts
+    once, for the first of them."""
+    key = _storage(tensor)
+    if key not in timed.storages:
+        timed.storages.add(key)
+        timed.kept[timed.starts[-1][0]] += tensor.untyped_storage().nbytes()
+    return tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ the shapes of tensors. All ranks must make the same calls in the same order.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -86,15 +86,16 @@ class ControlLinks:
             self.broken = True
             raise
 
-    def agree(self, mine: Any, what: str) -> list[Any]:
-        """Return the JSON values `mine` of all ranks, in rank order. Collective. Raises the errors
-        of `gather`."""
-        return [json.loads(text) for text in self.gather(json.dumps(mine).encode(), what)]
+    def agree(self, mine: Any, what: str, kind: Any = Any) -> list[Any]:
+        """Return the values `mine` of all ranks, in rank order. Collective. `kind`: the type of the
+        values, which msgspec encodes. Raises the errors of `gather`."""
+        every = self.gather(msgspec.msgpack.encode(mine), what)
+        return [msgspec.msgpack.decode(message, type=kind) for message in every]
 
     def same(self, call: Callable[[], Any], what: str) -> Any:
-        """Call `call` on rank 0 only, and return its result, a JSON value, on all ranks. If the
-        call raises a RoadtrainError, rank 0 raises this error, and all other ranks raise a
-        LostError with its text."""
+        """Call `call` on rank 0 only, and return its result, a value that `agree` can send, on all
+        ranks. If the call raises a RoadtrainError, rank 0 raises this error, and all other ranks
+        raise a LostError with its text."""
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
@@ -192,12 +193,11 @@ class ControlLinks:
             except (DeadlineError, LostError) as error:
                 self._send_error(str(error))
                 raise
-        head = json.dumps({"lengths": [len(m) for m in messages], "error": ""}).encode()
+        reply = msgspec.msgpack.encode((messages, ""))
         failed: RoadtrainError | None = None
         for peer in range(1, self.size):
             try:
-                for message in (head, b"".join(messages)):
-                    self.send_bytes(message, peer, what, reply=True)
+                self.send_bytes(reply, peer, what, reply=True)
             except (DeadlineError, LostError) as error:
                 failed = failed or error
         if failed is not None:
@@ -207,9 +207,9 @@ class ControlLinks:
     def _send_error(self, sentence: str) -> None:
         """Send an error to all other ranks at once, so that a lost rank does not delay the sends to
         others."""
-        head = json.dumps({"lengths": [], "error": sentence}).encode()
-        length = torch.tensor([len(head)], dtype=torch.int64)
-        body = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        reply = msgspec.msgpack.encode(([], sentence))
+        length = torch.tensor([len(reply)], dtype=torch.int64)
+        body = torch.frombuffer(bytearray(reply), dtype=torch.uint8)
         works: list[Any] = []
         until = time.monotonic() + ERROR_S
         for peer in range(1, self.size):
@@ -224,11 +224,8 @@ class ControlLinks:
     def _hand_in(self, message: bytes, what: str) -> list[bytes]:
         self.send_bytes(message, 0, what)
         patience_s = self.deadline_s + GRACE_S
-        head = json.loads(self.receive_bytes(0, what, patience_s=patience_s, reply=True))
-        if head["error"]:
-            raise LostError(head["error"])
-        body, out, at = self.receive_bytes(0, what, reply=True), list[bytes](), 0
-        for length in head["lengths"]:
-            out.append(body[at : at + length])
-            at += length
-        return out
+        reply = self.receive_bytes(0, what, patience_s=patience_s, reply=True)
+        messages, error = msgspec.msgpack.decode(reply, type=tuple[list[bytes], str])
+        if error:
+            raise LostError(error)
+        return messages

@@ -179,6 +179,7 @@ class Cuts:
         self.returned: list[BlockOutput] = []
         self.blocks_before: dict[str, int] = {}
         result = self._record(model, parts.blocks, args, kwargs)
+        self.draws = self._flow.draws  # whether the forward draws random numbers, as dropout does
         if missing := [part.name for part in parts.blocks if part.name not in self.blocks]:
             raise ModelError(
                 f"{len(missing)} of the model's {len(parts.blocks)} blocks did not run"
@@ -195,11 +196,6 @@ class Cuts:
             name: self._index.get(self._block_of.get(name, ""), 0)
             for name in {*self._name_of.values()} - self.parameters(Segment(0, len(self.blocks)))
         }
-
-    @property
-    def draws(self) -> bool:
-        """Return whether the forward draws random numbers, as dropout does."""
-        return self._flow.draws
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
         """Return the compute dtype of a parameter."""
@@ -260,9 +256,10 @@ class Cuts:
     def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
         """Record the blocks (`parts`) and modules that run while this context is active."""
         own = {part.module: part.module.__dict__.get("forward") for part in parts}
-        hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
+        named = model.named_modules()
+        hooks = [m.register_forward_pre_hook(partial(self._begins, name)) for name, m in named]
         for part in parts:
-            hooks.append(part.module.register_forward_hook(self._returns(part.name)))
+            hooks.append(part.module.register_forward_hook(partial(self._returns, part.name)))
             part.module.forward = partial(self._through, part.module, part.module.forward)
         try:
             yield
@@ -274,29 +271,23 @@ class Cuts:
                 if forward is not None:
                     module.forward = forward
 
-    def _begins(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.blocks_before.setdefault(name, len(self.blocks))
+    def _begins(self, name: str, module: nn.Module, args: Any) -> None:
+        self.blocks_before.setdefault(name, len(self.blocks))
 
-        return hook
-
-    def _returns(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, value: Any) -> Any:
-            if name in self.blocks:
-                raise ModelError(
-                    f"block {name!r} runs twice in one forward, which stages do not support",
-                    hint="name larger blocks with blocks=[...]",
-                )
-            found = BlockOutput.of(value)
-            # copies have nodes of their own, even if the block returns its input
-            copies = tuple(x.clone() for x in found.tensors)
-            self._crossed.append([self._flow.node(x) for x in copies])
-            self._of_block |= dict.fromkeys(self._crossed[-1], len(self.blocks))
-            self.blocks.append(name)
-            self.returned.append(BlockOutput(copies, found.leaves, found.spec))
-            return self.returned[-1].rebuild(copies)
-
-        return hook
+    def _returns(self, name: str, module: nn.Module, args: Any, value: Any) -> Any:
+        if name in self.blocks:
+            raise ModelError(
+                f"block {name!r} runs twice in one forward, which stages do not support",
+                hint="name larger blocks with blocks=[...]",
+            )
+        found = BlockOutput.of(value)
+        # copies have nodes of their own, even if the block returns its input
+        copies = tuple(x.clone() for x in found.tensors)
+        self._crossed.append([self._flow.node(x) for x in copies])
+        self._of_block |= dict.fromkeys(self._crossed[-1], len(self.blocks))
+        self.blocks.append(name)
+        self.returned.append(BlockOutput(copies, found.leaves, found.spec))
+        return self.returned[-1].rebuild(copies)
 
     def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a block. If it cannot run on `meta`, return empty outputs in the shapes that it

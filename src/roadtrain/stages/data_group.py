@@ -124,26 +124,15 @@ class SharedCopies(RankCollectives):
     ) -> None:
         super().__init__(group, device)
         self.widths = widths
+        # the index of this rank's stage among these stages, and of this rank within its stage
+        self.stage = sum(end <= self.rank for end in accumulate(widths))
+        self.replica = self.rank - sum(widths[: self.stage])
+        # whether sums over the job's parameters, such as the gradient norm, include this rank's
+        # copy: only the first stage's, because a shared parameter must be counted once
+        self.counts = self.stage == 0
 
     def __str__(self) -> str:
         return f"the copies in {super().__str__()}"
-
-    @property
-    def stage(self) -> int:
-        """The index of this rank's stage among the stages that have a copy of the parameters."""
-        return sum(end <= self.rank for end in accumulate(self.widths))
-
-    @property
-    def replica(self) -> int:
-        """The index of this rank within its stage."""
-        return self.rank - sum(self.widths[: self.stage])
-
-    @property
-    def counts(self) -> bool:
-        """Return whether sums over the job's parameters, such as the gradient norm, include this
-        rank's copy. Only the first stage's copy is included, because a shared parameter must be
-        counted once."""
-        return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
         """Start to exchange this rank's share of the gradients with the other stages.

@@ -7,6 +7,7 @@ clock.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,11 +80,9 @@ def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard,
         cards = dict(zip(network.hosts, network.cards))
         if network.kind == INSIDE:
             continue
-        for source, own in cards.items():
-            for target, other in cards.items():
-                if source != target:
-                    link = CardLink(source, target, network.kind, own.address, other.address)
-                    out.setdefault(link, (own, other))
+        for (source, own), (target, other) in itertools.permutations(cards.items(), 2):
+            link = CardLink(source, target, network.kind, own.address, other.address)
+            out.setdefault(link, (own, other))
     return dict(sorted(out.items()))
 
 
@@ -200,11 +199,9 @@ def matrix(
     """Return the results as lines of text: a table of all pairs of hosts, and the network of each
     group."""
     found = [finding for report in reports.values() for finding in report.findings]
-    if not found:  # all ranks are on one host
-        lines = []
-    else:
-        lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
-    return [*lines, *_of_groups(networks)]
+    shown = _table(found, hosts) if len(hosts) <= MATRIX else _summary(found)
+    # without findings, all ranks are on one host
+    return [*(shown if found else ()), *_of_groups(networks)]
 
 
 def _of_groups(networks: Sequence[GroupNetwork]) -> Iterator[str]:

@@ -11,7 +11,7 @@ Other code must wait before it reads a parameter.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -60,12 +60,14 @@ class ForwardWaits:
         call has an effect."""
         if self._needs is not None or not self._called:
             return
-        self._needs = {}
+        needs = self._needs = defaultdict[int, set[int]](set)
         named = dict(self.model.named_modules(remove_duplicate=False))
         owners = Counter(p for m in self.model.modules() for p in m.parameters(recurse=False))
         for name, module in named.items():
             for p in module.parameters(recurse=False):
-                self._need(self._runs(named, name) if owners[p] == 1 else None, p)
+                runs = self._runs(named, name) if owners[p] == 1 else None
+                waits = self._by_all if runs is None else needs[id(runs)]
+                waits.update(self.numbers_of.get(p, ()))
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
         """Return the block that contains the module `name` if it was called, otherwise the nearest
@@ -75,14 +77,6 @@ class ForwardWaits:
         called = [module for module in around if id(module) in self._called]
         blocks = [module for module in called if id(module) in self.blocks]
         return next(iter(blocks or called), None)
-
-    def _need(self, module: nn.Module | None, p: nn.Parameter) -> None:
-        assert self._needs is not None
-        numbers = self.numbers_of.get(p, ())
-        if module is None:
-            self._by_all.update(numbers)
-        elif numbers:
-            self._needs.setdefault(id(module), set()).update(numbers)
 
     def close(self) -> None:
         for handle in self._handles:

@@ -15,15 +15,6 @@ from roadtrain.stages.host_ranks import DataGroups
 from roadtrain.stages.networks import NetworkStatement
 from roadtrain.stages.parallelism import Parallelism
 
-# the keys that a plan determines, with their defaults
-DEGREES: Mapping[str, object] = {
-    "dp": None,
-    "tp": 1,
-    "pp": 1,
-    "widths": [],
-    "stages": "even",
-    "virtual_stages": 1,
-}
 ADDRESS = re.compile(r"[^/\s]+:\d+")
 
 
@@ -178,3 +169,10 @@ class ParallelismSection(Section):
             virtual_stages=self.virtual_stages,
             widths=tuple(self.widths),
         )
+
+
+# the keys that a plan determines, with their defaults
+DEGREES: Mapping[str, object] = {
+    name: ParallelismSection.model_fields[name].default
+    for name in ("dp", "tp", "pp", "widths", "stages", "virtual_stages")
+}

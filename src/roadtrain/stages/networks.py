@@ -15,12 +15,15 @@ import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
+from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar
 
 from pydantic import field_validator, model_validator
 
 from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Flag, RateText, Section, Texts
+from roadtrain.stages.rank_groups import GroupKind, RankGroup
 from roadtrain.units import parse_rate, show_rate
 
 # the kinds of cards, in order of preference if rates are equal or unknown
@@ -180,15 +183,6 @@ class GroupNetwork:
         return f"{self.group}: {self.kind}{rate} ({where}){self.passed_over}"
 
 
-class NamedRanks(Protocol):
-    """A group of ranks with a name, such as a data group or a tensor group."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
-
-
 LOOPBACK_CARD = HostCard("lo", LOOPBACK, 8, kind=INSIDE)
 
 
@@ -248,10 +242,10 @@ def _apply(host: str, card: HostCard, statement: NetworkStatement) -> HostCard:
     return replace(card, kind=kind, bytes_per_s=rate, fabric=statement.fabric)
 
 
-def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
+def pick(group: RankGroup, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     """Choose the network of a group. host_of: the host of each rank. Raises ConfigError with the
     reason if the group's hosts cannot reach each other."""
-    ranks = tuple(group.ranks)
+    ranks = group.ranks
     members = [host_of[rank] for rank in ranks]
     hosts = {host.identity: host for host in members}
     names = tuple(host.name for host in members)
@@ -267,29 +261,19 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     return GroupNetwork(group.name, ranks, names, way[0].kind, cards, passed)
 
 
-@dataclass(frozen=True)
-class _AllRanks:
-    ranks: tuple[int, ...]
-    name: str = CONTROL
-
-
 def choose_networks(
-    groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
+    groups: Sequence[RankGroup], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
     """Choose a network for each group and for the group of all ranks, and return them by the
     groups' names. hosts: the host of each rank. Raises ConfigError with the reason if the hosts of
     a group cannot reach each other."""
     host_of = dict(enumerate(hosts))
-    every = (*groups, _AllRanks(tuple(host_of)))
+    every = (*groups, RankGroup(GroupKind.CONTROL, CONTROL, tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
 
 
 def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
-    def fastest(
-        of: Sequence[Sequence[HostCard]], fabric: Callable[[HostCard], str]
-    ) -> tuple[HostCard, ...] | None:
-        return fastest_common(of, fabric, lambda card: card.bytes_per_s)
-
+    fastest = partial(fastest_common, bytes_per_s=attrgetter("bytes_per_s"))
     # a RoCE card can also be used as an Ethernet card in its subnet
     plain = [
         [replace(card, kind=ETHERNET) for card in host.cards if card.kind != INFINIBAND]

@@ -84,10 +84,10 @@ def join(
     start_processes(networks[CONTROL], meeting.store, me, meeting.world_size, deadline_s)
     processes = make_process_groups(every, networks, deadline_s, device=device, say=report)
     places = []
-    for rank in range(groups.world_size):
+    for rank, host in enumerate(groups.host_of):
         at = groups.position(rank)
         role = f"stage {at.stage}, replica {at.replica}"
-        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
+        places.append(RankPlace(host.cluster, host.host, role))
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
     # launchers do not provide an id
     start = control.same(lambda: uuid.uuid4().hex, "the id of this start")
@@ -106,7 +106,7 @@ class UserOptimizer:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
         check_fresh(optimizer)
-        self.optimizer = optimizer
+        self.optimizer, self.rule = optimizer, type(optimizer).__name__
         self._groups = optimizer.param_groups
         self._whole = [list(group["params"]) for group in self._groups]
         optimizer.register_load_state_dict_post_hook(self._loaded)
@@ -118,10 +118,6 @@ class UserOptimizer:
             group.update(loaded)
         optimizer.param_groups = self._groups
         check_fresh(optimizer)
-
-    @property
-    def rule(self) -> str:
-        return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
         """Limit each parameter group to its original parameters that are in `model`, and return the
@@ -182,14 +178,10 @@ def placed_stage(
         blocks=stage_model.own_names,
         device=context.device,
         deadline_s=options.deadline_s,
-        report=partial(_print_line, at.stage) if at.replica == 0 else silent,
+        report=partial(print, f"stage {at.stage}:", flush=True) if at.replica == 0 else silent,
         group=WorkerIdentity(session=context.start).of_stage(at.stage, at.replica, width),
     )
     return PlacedStage(placed, shared_copies(context))
-
-
-def _print_line(stage: int, line: str) -> None:
-    print(f"stage {stage}: {line}", flush=True)
 
 
 def silent(_: str) -> None: ...

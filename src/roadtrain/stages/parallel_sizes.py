@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import msgspec
 import psutil
 import torch
 
@@ -74,14 +73,13 @@ class StageSizes:
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
         messages = measure_messages(links, shape, self._message_bytes(), context.device)
-        own = msgspec.msgpack.encode(MeasuredRank(times, messages, self._room()))
-        encoded = context.control.gather(own, "speeds of all ranks")
-        every = [msgspec.msgpack.decode(message, type=MeasuredRank) for message in encoded]
+        own = MeasuredRank(times, messages, self._room())
+        every = context.control.agree(own, "speeds of all ranks", MeasuredRank)
         work = measured_work(context.groups, every, context.options.num_microbatches, self._weights)
         self._ends = work.ends
         memory = self._memory(every, work)
         ranks = [context.groups.stage_ranks(stage)[0] for stage in range(len(work.stages))]
-        clusters = [context.groups.cluster(rank) for rank in ranks]
+        clusters = [context.groups.host_of[rank].cluster for rank in ranks]
         table = compare_sizes(work, clusters, fits=memory.fits)
         if table is None:
             raise memory.refusal()
@@ -92,10 +90,10 @@ class StageSizes:
             sizes = paper[0] if paper else sizes
         elif context.options.stages == "even":
             sizes = self._sizes()
-        if sizes != self._sizes() and not self._try_move(sizes):
-            sizes = self._sizes()
+        if sizes != self._sizes():
+            self._try_move(sizes)
         gain = context.options.resize_stages or MIN_GAIN
-        self._watch = DriftWatch(work, sizes, memory.fits, gain)
+        self._watch = DriftWatch(work, self._sizes(), memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
         """Return this rank's average seconds for the forward and backward of one micro-batch
@@ -175,8 +173,7 @@ class StageSizes:
         used = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
         if context.device.type == "cpu":
             host = context.groups.host(context.rank)
-            ranks = range(context.groups.world_size)
-            here = sum(context.groups.host(rank) == host for rank in ranks)
+            here = sum(at.host == host for at in context.groups.host_of)
             return float(psutil.virtual_memory().available / here + used)
         free, _ = torch.accelerator.get_memory_info(context.device)
         return float(free + used)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 import torch
 
 from roadtrain.errors import LostError, RoadtrainError
@@ -39,10 +38,9 @@ def exchange(
     is missing. A rank that cannot read a piece raises the error at the end of its iteration; the
     piece's receivers raise a LostError.
     """
-    mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
-    every = control.gather(mine, "the pieces that each rank has and needs")
-    lists = [msgspec.json.decode(message, type=dict[str, list[Extent]]) for message in every]
-    haves, wants = ([own[key] for own in lists] for key in ("haves", "wants"))
+    mine, kind = (source.extents(), list(requested)), tuple[list[Extent], list[Extent]]
+    every = control.agree(mine, "the pieces that each rank has and needs", kind)
+    haves, wants = zip(*every)
     plan = plan_transfers(haves, wants, control.distance, most_elements)
     own = [t for t in plan if control.rank in (t.source, t.target)]
     return _carry_out(own, source, control)

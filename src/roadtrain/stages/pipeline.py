@@ -132,15 +132,15 @@ class Pipeline:
             ready = machine.ended(run)
 
     def _run(self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]) -> None:
-        then = time.perf_counter()
+        part, then = self.parts[run.part], time.perf_counter()
         if run.what == FORWARD:
             sends = self._forward(step, run, batch)
             self.times.forward += time.perf_counter() - then
-            self.trace.interval("Forward", self.trace.lane, then)
         else:
-            sends = self._backward(step, run)
+            loss = step.losses.pop(run.micro) if part.is_last else None
+            sends = part.run_backward(run.micro, loss)
             self.times.backward += time.perf_counter() - then
-            self.trace.interval("Backward", self.trace.lane, then)
+        self.trace.interval(run.what, self.trace.lane, then)
         if (transfer := step.machine.transfer(run)) is not None:
             self.links.send(transfer, sends)
         elif (peer := step.machine.consumer(run)) is not None:
@@ -160,11 +160,6 @@ class Pipeline:
         step.losses[run.micro] = loss
         step.ended.append(loss.detach())
         return []
-
-    def _backward(self, step: _Step, run: RunBlocks) -> list[torch.Tensor]:
-        part = self.parts[run.part]
-        loss = step.losses.pop(run.micro) if part.is_last else None
-        return part.run_backward(run.micro, loss)
 
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]

@@ -22,10 +22,10 @@ from roadtrain.stages.networks import (
     GroupNetwork,
     HostCard,
     HostCards,
-    NamedRanks,
     choose_networks,
 )
 from roadtrain.stages.probes import ProbePorts, probe, serving
+from roadtrain.stages.rank_groups import RankGroup
 from roadtrain.stages.rank_meeting import (
     MeetingAnswer,
     RankMeeting,
@@ -44,7 +44,7 @@ Links = Mapping[CardLink, tuple[HostCard, HostCard]]
 
 def preflight(
     meeting: RankMeeting,
-    groups: Sequence[NamedRanks],
+    groups: Sequence[RankGroup],
     hosts: Sequence[HostCards],
     *,
     say: Callable[[str], None] = print,

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from roadtrain.errors import ConfigError, LostError
-from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
+from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork
 from roadtrain.stages.op_queue import BACKSTOP
+from roadtrain.stages.rank_groups import RankGroup
 
 CPU = torch.device("cpu")
 GLOO = "roadtrain_gloo"  # a gloo backend with an address per group
@@ -43,10 +44,10 @@ class ProcessGroups:
     of: Mapping[str, ProcessGroup]  # by name, the groups of which this rank is a member
     networks: Mapping[str, GroupNetwork]  # by name, the networks of all groups
 
-    def __getitem__(self, group: NamedRanks) -> ProcessGroup:
+    def __getitem__(self, group: RankGroup) -> ProcessGroup:
         return self.of[group.name]
 
-    def __contains__(self, group: NamedRanks) -> bool:
+    def __contains__(self, group: RankGroup) -> bool:
         return group.name in self.of
 
 
@@ -86,7 +87,7 @@ def start_processes(
 
 
 def make_process_groups(
-    groups: Sequence[NamedRanks],
+    groups: Sequence[RankGroup],
     networks: Mapping[str, GroupNetwork],
     deadline_s: float,
     *,

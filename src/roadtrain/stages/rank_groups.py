@@ -22,6 +22,7 @@ class GroupKind(StrEnum):
     ACTIVATIONS = "activations"  # sends activations to the next stage
     GRADIENTS = "gradients"  # sends gradients of activations to the previous stage
     SHARED = "shared"  # sums the gradients of parameters shared by several stages
+    CONTROL = "control"  # exchanges control messages of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,11 @@ class Groups:
         host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
         return cls(parallelism, tuple(host_of))
 
-    @property
-    def world_size(self) -> int:
-        return len(self.host_of)
-
     def position(self, rank: int) -> RankPosition:
         return self.parallelism.position(rank)
 
     def host(self, rank: int) -> str:
         return self.host_of[rank].host
-
-    def cluster(self, rank: int) -> str:
-        return self.host_of[rank].cluster
 
     def stage_ranks(self, stage: int) -> range:
         first = self.parallelism.first_ranks

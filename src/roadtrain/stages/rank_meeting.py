@@ -37,6 +37,7 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
+from roadtrain.retry import retry
 from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.networks import KINDS, HostCards
 
@@ -223,10 +224,15 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
     me = f"host {host} (rank {launch.rank})"
     addresses = _resolved(launch, me)
     own = launch.rank == 0 and not launch.agent
-    why = "" if own else _unanswered(addresses[0], launch.port, deadline_s)
+    until = time.monotonic() + deadline_s
+
+    def reach() -> None:
+        left_s = max(until - time.monotonic(), POLL_S)
+        socket.create_connection((addresses[0], launch.port), min(left_s, TRY_S)).close()
+
     try:
-        if why:
-            raise OSError(why)
+        if not own:
+            retry(reach, OSError, deadline_s)
         return dist.TCPStore(
             addresses[0],
             launch.port,
@@ -239,25 +245,15 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
         if _only_loopback(addresses) and not own:
             raise _loopback_error(launch, addresses) from error
         where = f"{addresses[0]}:{launch.port}"
+        if isinstance(error, OSError):
+            why = error.strerror or "no answer"
+        else:
+            why = str(error).splitlines()[0]
         raise PeerError(
             f"{me} cannot {'open' if own else 'reach'} the rendezvous at {where} (MASTER_ADDR"
-            f" {launch.address}) within {deadline_s:.0f} s: {str(error).splitlines()[0]}",
+            f" {launch.address}) within {deadline_s:.0f} s: {why}",
             hint="check that rank 0's host is up, MASTER_ADDR is right and no firewall interferes",
         ) from error
-
-
-def _unanswered(address: str, port: int, patience_s: float) -> str:
-    """Return "" if the store accepts a connection within `patience_s` seconds, otherwise the
-    reason."""
-    until, why = time.monotonic() + patience_s, ""
-    while (left := until - time.monotonic()) > 0:
-        try:
-            with socket.create_connection((address, port), timeout=min(left, TRY_S)):
-                return ""
-        except OSError as error:
-            why = error.strerror or "no answer"
-            time.sleep(min(0.1, left))
-    return why or "no answer"
 
 
 def _resolved(launch: Launch, me: str) -> list[str]:

@@ -27,10 +27,6 @@ def digest(*parts: Any) -> int:
     return int(total.intdigest()) >> (64 - BITS)
 
 
-def digest_of(values: Sequence[torch.Tensor]) -> int:
-    return digest(*(_bytes(value).cpu().numpy() for value in values))
-
-
 def _bytes(value: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the tensor: a view if it is contiguous, otherwise a copy."""
     return value.detach().contiguous().view(-1).view(torch.uint8)
@@ -70,7 +66,8 @@ def sync_start(
             what = f"{who}: the comparison of initial values"
             raise typed(error, what, group.deadline_s) from error
 
-    digests = pair(digest(layout.encode()), digest_of(values)).to(group.device)
+    of_values = digest(*(_bytes(value).cpu().numpy() for value in values))
+    digests = pair(digest(layout.encode()), of_values).to(group.device)
     wait(group.all_max, digests)
     other_layout, other_values = differ(digests.tolist())
     if other_layout:

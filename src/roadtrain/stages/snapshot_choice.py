@@ -110,7 +110,6 @@ def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> 
     order = sorted(committed, reverse=True)
     for i, key in enumerate(order):
         newest = committed[key]
-        assert newest is not None
         own = [s for s in found if s.key == key]
         lacking = _lacking(newest, own)
         if not lacking:
@@ -160,8 +159,7 @@ def merge_params(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ..
     return tuple(out[name] for name in sorted(out))
 
 
-def _check_histories(descriptions: Sequence[Description | None]) -> None:
-    found = [d for d in descriptions if d is not None]
+def _check_histories(found: Sequence[Description]) -> None:
     longest = max(found, key=lambda d: (len(d.history), d.step))
     for other in found:
         if other.job != longest.job:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from pydantic import Field
 
 from roadtrain.errors import ConfigError, RoadtrainError
@@ -109,9 +109,8 @@ class JobSnapshots:
         self.directory, self.options = directory / FOLDER, options
         self._links, self._parallelism, self._mark = links, parallelism, mark
         self._report = report if links.rank == 0 else lambda line: None
-        every = links.gather(msgspec.json.encode(tuple(params)), "the parameters of each stage")
-        tables = [msgspec.json.decode(table, type=tuple[ParamEntry, ...]) for table in every]
-        self._params = merge_params(tables)
+        kind = tuple[ParamEntry, ...]
+        self._params = merge_params(links.agree(params, "the parameters of each stage", kind))
         other_of = buddies(links.places) if options.replicas > 1 else ()
         self._copies_of = [rank for rank, other in enumerate(other_of) if other == links.rank]
         self._job, self._history = "", tuple[HistoryLink, ...]()
@@ -142,9 +141,8 @@ class JobSnapshots:
         the run directory records a later step.
         """
         here = self._links.together(self._list, "looking for snapshots")
-        mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
-        every = self._links.gather(mine, "the snapshots of each host")
-        seen = [msgspec.json.decode(found, type=tuple[SeenSnapshot, ...]) for found in every]
+        mine = [reader.seen() for _, reader in sorted(here.items())]
+        seen = self._links.agree(mine, "the snapshots of each host", tuple[SeenSnapshot, ...])
         choice = choose(seen, go_back=self.options.go_back)
         chosen = choice.snapshot
         if chosen is not None:
@@ -215,12 +213,10 @@ class JobSnapshots:
         ranks."""
         able = self._links.agree(bool(reader.parts), "which rank has the state of the job")
         source = able.index(True)
-        blobs = self._links.together(
-            lambda: msgspec.msgpack.encode(reader.blobs()) if source == self._links.rank else b"",
-            "the state of the job",
-        )
-        whole = self._links.gather(blobs, "the state of the job")[source]
-        return msgspec.msgpack.decode(whole, type=dict[str, bytes])
+        what, own = "the state of the job", source == self._links.rank
+        blobs = self._links.together(lambda: reader.blobs() if own else {}, what)
+        whole: dict[str, bytes] = self._links.agree(blobs, what, dict[str, bytes])[source]
+        return whole
 
     # a snapshot
 
@@ -263,12 +259,8 @@ class JobSnapshots:
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
         """Return the blobs of all ranks by name. what: the snapshot's name in errors."""
-        every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
-        shared: dict[str, bytes] = {}
-        for own in every:
-            for name, blob in msgspec.msgpack.decode(own, type=dict[str, bytes]).items():
-                shared.setdefault(name, blob)
-        return shared
+        every = self._links.agree(dict(blobs), f"{what}, state of the job", dict[str, bytes])
+        return dict(ChainMap(*every))
 
     def _write(
         self,
@@ -294,8 +286,7 @@ class JobSnapshots:
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
         """Iterate over the pieces of other ranks that this rank stores as copies. mine: the extents
         of this rank's own pieces. what: the snapshot's name in errors."""
-        lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
-        every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
+        every = self._links.agree(mine, f"{what}, the pieces of each rank", list[Extent])
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
         needed = dict.fromkeys(extent for extent in of_others if extent not in has)
         return exchange(source, needed, self._links)

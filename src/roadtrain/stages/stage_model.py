@@ -125,25 +125,16 @@ class StageModel:
         self._running: _Running | None = None
         self._own_forwards: dict[nn.Module, Any] = {}
         self._blocks = {i: model.get_submodule(name) for i, name in enumerate(cuts.blocks)}
+        # this rank's blocks: their indices in the model, their modules and their names
+        self.own = [i for s in self.segments for i in range(s.begin, s.stop)]
+        self.own_modules = [self._blocks[i] for i in self.own]
+        self.own_names = [cuts.blocks[i] for i in self.own]
         # all parameters; those of other stages have no values
         self.whole = dict(model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         self._whole_parameters = {m: dict(m._parameters) for m in model.modules()}
         self._drop_parameters()
         self._drop_blocks()
-
-    @property
-    def own(self) -> list[int]:
-        """The indices of this rank's blocks in the model."""
-        return [i for s in self.segments for i in range(s.begin, s.stop)]
-
-    @property
-    def own_modules(self) -> list[nn.Module]:
-        return [self._blocks[i] for i in self.own]
-
-    @property
-    def own_names(self) -> list[str]:
-        return [self.cuts.blocks[i] for i in self.own]
 
     def runs_first(self, module: str) -> bool:
         """Return whether this is the first stage that runs `module`, or the first stage if no

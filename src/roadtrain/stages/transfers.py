@@ -38,15 +38,12 @@ class _Holders:
             for extent in extents:
                 if extent.numel > 0:
                     found[extent.name].append((extent.start, extent.stop, rank))
-        self._cuts: dict[str, list[int]] = {}
-        self._ranks: dict[str, list[tuple[int, ...]]] = {}
-        for name, spans in found.items():
-            self._cuts[name], self._ranks[name] = _between_cuts(spans)
+        self._held = {name: _between_cuts(spans) for name, spans in found.items()}
 
     def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
         """Cut `needed` into extents of which each is held by the same ranks, and yield each with
         these ranks."""
-        cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
+        cuts, ranks = self._held.get(needed.name, ([], []))
         at = needed.start
         while at < needed.stop:
             k = bisect_right(cuts, at) - 1

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable
+from roadtrain.chunks import PAGE, Block, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.kernels.cast import cast_in_place
@@ -240,11 +240,6 @@ class FanInEnd(IntermediarySession):
             self.post(messages.PeerLost(rank, str(error)))
 
     @property
-    def table(self) -> ChunkTable:
-        assert self.server.meta is not None
-        return self.server.meta.table
-
-    @property
     def blocks(self) -> Sequence[Block]:
         return self.server.blocks
 
@@ -260,7 +255,7 @@ class FanInEnd(IntermediarySession):
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
         total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # with kernel buffers
         with self.lock:
-            self._chunks = list(meta.table.chunks)
+            self.table, self._chunks = meta.table, list(meta.table.chunks)
             self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.buffers)]
             self._sums = [Buffer(budgets.scratch_bytes) for _ in range(budgets.buffers)]
             self.machine = fan_in.FanInStateMachine(

@@ -25,7 +25,7 @@ from roadtrain.switch.packets import BLOCK
 from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
-from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.transport.tcp import TcpOptions
 
 EXPONENT = BIAS  # exponent byte of a block whose largest magnitude is in [0.5, 1)
 
@@ -94,29 +94,10 @@ class SwitchRoute:
         return SwitchRoute(msgspec.json.decode(text, type=FanIn))
 
 
-def dial(
-    address: Address,
-    receiver: Receiver,
-    options: TcpOptions,
-    hello: m.Hello,
-    participant: Participant,
-    number: int,
-    report: Report,
-) -> FanInLink:
-    """Connect a participant to the fan-in end of server `number`. Raises the errors of tcp.connect,
-    and ConfigError if no switch lists the participant.
-    """
-    load_kernels(participant.plan.width)
-    link = FanInLink(receiver, participant, options.token)
-    greeting = hello_of(participant.plan, hello)
-    made = routes.dial(address, link, options, greeting, number, report)
-    assert isinstance(made, FrameStream)
-    link.begin(made)
-    return link
-
-
 class OpenSwitchRoute:
-    """The open route of a participant in one session: a FanInLink to each server (an OpenRoute)."""
+    """The open route of a participant in one session: a FanInLink to each server (an OpenRoute).
+    Raises ConfigError if no switch lists the participant.
+    """
 
     def __init__(self, ends: RouteEnds, plan: FanIn) -> None:
         group = ends.group
@@ -129,8 +110,13 @@ class OpenSwitchRoute:
     def connect(
         self, number: int, receiver: Receiver, options: TcpOptions, hello: m.Hello, report: Report
     ) -> Link:
-        where = self._ends.addresses[number]
-        return dial(where, receiver, options, hello, self._participant, number, report)
+        plan, where = self._participant.plan, self._ends.addresses[number]
+        load_kernels(plan.width)
+        link = FanInLink(receiver, self._participant, options.token)
+        made = routes.dial(where, link, options, hello_of(plan, hello), number, report)
+        assert isinstance(made, FrameStream)
+        link.begin(made)
+        return link
 
     def close(self) -> None: ...
     def abort(self) -> None: ...

@@ -10,7 +10,7 @@ No state survives a restart: the jobs reconnect, and lost packets are sent again
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.retry import undone_on_error
@@ -93,11 +93,12 @@ class SwitchHost:
         if earlier is not None:
             self.leave(earlier, LostError("the job has reconnected"), wait=True)
         self.quota.take(hello.slots, hello.children, hello.session)
-        socket = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.quota.give_back, hello.slots, hello.children)
             used = {job.socket.address[1]: job.name for job in self.jobs}
             where = self._host, self.port
             socket = job_socket(where, hello, used, self.quota, self._report)
+            undo.callback(socket.close)
             key = PacketKey.derive(self._token, hello.nonce)
             parent = socket.number_of(hello.parent)
             table = job_table(self._device, hello, key, socket.address[1], parent, self._report)
@@ -106,11 +107,7 @@ class SwitchHost:
                 if self._over is not None:
                     raise BusyError(f"the switch at {self.where} is stopping")
                 receiver = self._links[hello.nonce] = _JobLink(self, job, link)
-        except BaseException:
-            self.quota.give_back(hello.slots, hello.children)
-            if socket is not None:
-                socket.close()
-            raise
+            undo.pop_all()
         self._loop.add(job)
         self._report(
             f"job {job.name}: {hello.slots} slots for {hello.children} children, datagrams to port"

@@ -210,6 +210,7 @@ class SwitchJob:
             table: The table of the job's sums. The method `close` closes the table.
         """
         self.hello, self._parent, self.socket, self.table = hello, parent, socket, table
+        self.name = hello.session
         self._key, self._report = key, LineLimit(report)
         machine = SwitchStateMachine(hello.slots, hello.children, hello.child)
         self.children = Children(machine, time.monotonic())
@@ -222,10 +223,6 @@ class SwitchJob:
         self._checked_at = 0.0
         self._reported = set[int]()  # silent children that were reported
         self._warned = False  # whether packets from a wrong source address were reported
-
-    @property
-    def name(self) -> str:
-        return self.hello.session
 
     def take(self, buffers: Buffers) -> bool:
         """Read and handle one batch of packets. Returns False if no packet has arrived."""

@@ -18,9 +18,9 @@ from roadtrain.errors import ConfigError
 from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.host_ranks import DataGroups, check_ranks
 from roadtrain.stages.job_parallelism import ParallelismSection
-from roadtrain.stages.networks import NamedRanks, override
+from roadtrain.stages.networks import override
 from roadtrain.stages.preflight import preflight
-from roadtrain.stages.rank_groups import Groups
+from roadtrain.stages.rank_groups import Groups, RankGroup
 from roadtrain.stages.rank_meeting import MEET_S, meet
 
 PORT = 29500  # torchrun's default
@@ -62,7 +62,7 @@ def command(
     of_ranks = [host for host in override(meeting.hosts, section.networks) for _ in range(per_rank)]
     places = meeting.host_devices(of_ranks)
     parallelism = section.degrees(len(of_ranks)) if section.used else None
-    groups: Sequence[NamedRanks] = ()
+    groups: Sequence[RankGroup] = ()
     if parallelism is not None:
         groups = Groups.of(parallelism, places, data_groups=DataGroups.ANYWHERE).to_create
     preflight(meeting, groups, of_ranks)

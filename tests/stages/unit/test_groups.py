@@ -64,7 +64,7 @@ def test_ranks_are_the_papers_with_its_numbering_corrected() -> None:
     groups = Groups.of(Parallelism(dp=8, pp=2), hosts)
     for i, k, j in itertools.product((1, 2), (1, 2), range(1, 5)):
         rank = printed_rank(4, (2, 2), i, k, j) - 1
-        assert (groups.host(rank), groups.cluster(rank)) == (f"c{i} n{k}", f"c{i}")
+        assert (groups.host(rank), groups.host_of[rank].cluster) == (f"c{i} n{k}", f"c{i}")
 
 
 @st.composite
@@ -78,8 +78,8 @@ def parallelisms(draw: st.DrawFn) -> Parallelism:
 def test_groups_equal_those_found_by_brute_force(parallelism: Parallelism) -> None:
     """A group holds all ranks whose other two coordinates agree."""
     groups = Groups.of(parallelism, [("h", "c", parallelism.devices)])
-    at = [groups.position(rank) for rank in range(groups.world_size)]
-    assert [parallelism.rank(position) for position in at] == list(range(groups.world_size))
+    at = [groups.position(rank) for rank in range(len(groups.host_of))]
+    assert [parallelism.rank(position) for position in at] == list(range(len(groups.host_of)))
     assert at == sorted(
         at, key=lambda position: (position.stage, position.replica, position.tensor)
     )

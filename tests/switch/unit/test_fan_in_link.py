@@ -8,21 +8,23 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.servers.routes import RouteEnds
 from roadtrain.switch import fan_in_link as link_module
 from roadtrain.switch import fixed_point, packets, switch_frames
 from roadtrain.switch.fan_in_link import FanInLink
-from roadtrain.switch.greeting import Participant
 from roadtrain.switch.options import FanIn, SwitchNode
 from roadtrain.switch.packets import Kind
-from roadtrain.switch.route import dial
+from roadtrain.switch.route import OpenSwitchRoute
 from roadtrain.switch.trial import packet_of
 from roadtrain.units import round_up
 from tests.support import switch_references as references
@@ -112,17 +114,16 @@ class Scene:
         self.owners = [Owner(rank, self.chunks) for rank in range(workers)]
         for owner in self.owners:
             hello = m.Hello("session", owner.rank, workers, 1, 0, "signature")
-            own = Participant(self.plan, owner.rank, workers, self.chunks, adds)
-            link = dial(
-                self.hub.listener.address,
-                owner,
+            ends = RouteEnds(
+                [self.hub.listener.address],
                 self.hub.options,
-                hello,
-                own,
-                0,
-                print,
+                WorkerIdentity(owner.rank, workers),
+                SimpleNamespace(table=table()),
+                10.0,
+                adds=adds,
             )
-            owner.link = link
+            route = OpenSwitchRoute(ends, self.plan)
+            owner.link = route.connect(0, owner, self.hub.options, hello, print)
 
     def close(self) -> None:
         for owner in self.owners:
