@@ -6,9 +6,11 @@ Does not import torch. Bokeh is imported by the command only, because it is opti
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,13 @@ def command(
     host = probed_host(cluster) if cluster else None
     pages = bokeh_part("page_server")
     runs = [RunWatch(name) for name in run.split(",") if name]
+    new = partial(pages.Panels, runs, host, endurance_tbw)
     try:
         if png:
-            pages.write_picture(runs, host, endurance_tbw, Path(png), theme or "light")
+            pages.write_picture(new(), Path(png), theme or "light")
             print(f"picture {png}")
         else:
-            pages.serve(runs, (host, endurance_tbw, theme), where, token)
+            asyncio.run(pages.serve(runs, new, theme, where, token))
     finally:
         for watch in runs:
             watch.close()

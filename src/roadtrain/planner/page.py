@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from roadtrain.planner.look import OTHER_COLOR, STAGE_COLORS, style_sheet
+from roadtrain.planner.look import OTHER_COLOR, STAGE_COLORS, style_sheet, templates_in
 from roadtrain.simulator.engine import Task
 from roadtrain.simulator.run import Result
 from roadtrain.units import show_bytes, show_seconds
@@ -56,14 +54,6 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
         traced: The result of the pick's simulation with a trace, or None if no plan fits.
         front: The plans on the Pareto front.
     """
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters["seconds"] = show_seconds
     memory, busy = list[Bar](), list[Bar]()
     for need in () if traced is None else traced.needs:
         words = f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}"
@@ -71,14 +61,18 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
     for name, share in () if traced is None else traced.busy.items():
         if share >= 0.01:
             busy.append(Bar(share, f"{share:.0%}", name))
-    return templates.get_template("page.html.j2").render(
-        title=title,
-        style=style_sheet(),
-        report=report,
-        step=[] if traced is None else timeline(traced.trace, traced.seconds),
-        memory=memory,
-        busy=busy,
-        front=front,
+    return (
+        templates_in(Path(__file__).parent)
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            style=style_sheet(),
+            report=report,
+            step=[] if traced is None else timeline(traced.trace, traced.seconds),
+            memory=memory,
+            busy=busy,
+            front=front,
+        )
     )
 
 

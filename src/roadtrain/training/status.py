@@ -18,7 +18,7 @@ from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import compared
 from roadtrain.training.progress import Report, describe, show_table
-from roadtrain.training.run_lines import RunLines, show_duration, wear_rows
+from roadtrain.training.run_lines import RunLines, wear_rows
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
@@ -102,7 +102,7 @@ def rows(job: Job, run: RunLines, endurance_tbw: float | None) -> list[tuple[str
         return [("step", f"0 of {job.run.steps}")]
     losses = sum(line["loss"] is not None for line in run.recent)
     out = [
-        ("step", f"{run.step} of {job.run.steps}, about {show_duration(run.left_s(job))} left"),
+        ("step", f"{run.step} of {job.run.steps}, about {show_seconds(run.left_s(job))} left"),
         ("last step", describe(job, run.last)),
         (f"loss, mean of {losses} steps", f"{run.loss:.4f}"),
         ("tokens so far", f"{run.tokens:,}"),
