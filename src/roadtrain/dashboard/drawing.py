@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +23,13 @@ from bokeh.models import ColumnDataSource, Div, HoverTool, Range1d
 from bokeh.plotting import figure
 
 from roadtrain.config.cluster import Host
-from roadtrain.dashboard import tables
-from roadtrain.dashboard.alerts import LaneRate, lane_rates
-from roadtrain.dashboard.tables import HERE
+from roadtrain.dashboard.alerts import LaneRate, alerts, lane_rates, limit_line
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.planner import look
 from roadtrain.servers.trace import Interval, joined
+from roadtrain.training.run_lines import wear_rows
 
+HERE = Path(__file__).parent
 POINTS = 600  # most points of a curve
 BARS = 4000  # most bars of the timeline; of more, neighbors are joined
 REDRAW_S = 1.0  # curves and timeline are drawn at most so often
@@ -144,6 +145,18 @@ def _order(lane: str) -> tuple[int, list[tuple[bool, Any]]]:
     ]
 
 
+@functools.cache
+def macros() -> Any:
+    templates = look.templates_in(HERE)
+    templates.globals |= {"alerts": alerts, "limit_line": limit_line, "wear_rows": wear_rows}
+    return templates.get_template("panels.html.j2").module
+
+
+def part(name: str, *values: Any) -> str:
+    """Return the HTML of a part of the page that is text."""
+    return str(getattr(macros(), name)(*values))
+
+
 class Panels:
     """The panels of a page, by name. `update` brings them up to date."""
 
@@ -159,7 +172,7 @@ class Panels:
             name: Div(name=name, stylesheets=[sheet], sizing_mode="stretch_width")
             for name in ("legend", *TEXTS)
         }
-        self.texts["legend"].text = tables.part("legend", look.STAGE_COLORS)
+        self.texts["legend"].text = part("legend", look.STAGE_COLORS)
         self.sources: dict[str, ColumnDataSource] = {}
         steps = models.DataRange1d()  # all curves show the same steps
         self.figures = {name: self._curves(name, steps) for name in CURVES}
@@ -198,8 +211,8 @@ class Panels:
         for name in TEXTS:
             text = ""
             for run, found in zip(self.runs, self.found, strict=True):
-                heading = tables.part("heading", run) if several and name != "top" else ""
-                text += heading + tables.part(name, run, found, self.tbw)
+                heading = part("heading", run) if several and name != "top" else ""
+                text += heading + part(name, run, found, self.tbw)
             if self.texts[name].text != text:
                 self.texts[name].text = text
 

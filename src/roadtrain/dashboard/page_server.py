@@ -10,16 +10,21 @@ import asyncio
 import hmac
 import json
 import logging
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bokeh import __version__
 from bokeh.application import Application
 from bokeh.application.handlers.function import FunctionHandler
 from bokeh.document import Document
+from bokeh.embed import file_html
+from bokeh.resources import INLINE
 from bokeh.server.auth_provider import AuthProvider, NullAuth
 from bokeh.server.server import Server
 from bokeh.server.views.auth_request_handler import AuthRequestHandler
@@ -27,15 +32,17 @@ from tornado.ioloop import IOLoop
 from tornado.web import HTTPError, RequestHandler, authenticated
 
 from roadtrain.dashboard.drawing import Panels, fill
-from roadtrain.dashboard.picture import picture
 from roadtrain.dashboard.watch import RunWatch
 from roadtrain.errors import ConfigError
 from roadtrain.planner.trace_events import trace_events
+from roadtrain.storage.direct import replace_file
 from roadtrain.transport.tcp import Address
 
 REFRESH_MS = 250
 SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the page needs
 COOKIE = "roadtrain-show"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WIDTH, DRAWN_MS, END_S = 1280, 5000, 60.0
 HEAD, ROWS = 640, 19  # pixels of a picture above the tables, and of a row of them
 LOGIN = """<!doctype html><title>roadtrain show</title><form method="post">
 <label>Token <input type="password" name="token" autocomplete="off" autofocus></label>
@@ -176,9 +183,47 @@ def _asked_theme(document: Document) -> str:
     return theme if theme in ("light", "dark") else ""
 
 
+def browser() -> str:
+    """Return the path of a browser. Raises ConfigError if there is none."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        raise ConfigError(
+            f"a picture needs a browser, and none of {', '.join(BROWSERS)} is installed",
+            hint="apt-get install chromium",
+        )
+    return found
+
+
 def write_picture(panels: Panels, path: Path, theme: str) -> None:
-    """Write a PNG of the page. Raises ConfigError if there is no browser."""
+    """Write a PNG of the page, with Chromium without a window and without a network. Raises
+    ConfigError if there is no browser, or if it fails."""
     document = Document()
     fill(document, panels, theme)
     rows = max(div.text.count("<tr>") for div in panels.texts.values())
-    picture(document, path, HEAD + panels.figures["timeline"].height + ROWS * rows)
+    height = HEAD + panels.figures["timeline"].height + ROWS * rows
+    page = file_html(
+        document,
+        INLINE,
+        template=document.template,
+        template_variables=document.template_variables,
+    )
+    with TemporaryDirectory(prefix="roadtrain-show-") as folder:
+        html, png = Path(folder, "page.html"), Path(folder, "page.png")
+        html.write_text(page, encoding="utf-8")
+        command = [
+            browser(),
+            "--headless=new",
+            "--no-sandbox",  # the page is our own, and root has no sandbox
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile",
+            f"--window-size={WIDTH},{height}",
+            f"--virtual-time-budget={DRAWN_MS}",
+            f"--screenshot={png}",
+            html.as_uri(),
+        ]
+        try:
+            subprocess.run(command, capture_output=True, timeout=END_S, check=True)
+            replace_file(path, png.read_bytes(), "writing")
+        except (subprocess.SubprocessError, FileNotFoundError) as cause:
+            raise ConfigError(f"{command[0]} has drawn no picture: {cause}") from cause

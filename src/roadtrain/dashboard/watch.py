@@ -156,7 +156,7 @@ class RunWatch:
         self.ranks: dict[int, RankWatch] = {}
         self.nodes: list[NodeWatch] = []
         self.processes: Sequence[ProcessRow] = ()
-        self.phase, self.changed, self.version, self.unasked = "", 0.0, 0, ""
+        self.phase, self.changed, self.version, self.unasked, self.committed = "", 0.0, 0, "", -1
         self.job = self._job()
         if self.home is None:
             self._follow_nodes()
@@ -215,7 +215,7 @@ class RunWatch:
     def _refresh_launched(self, home: RunHome) -> None:
         with suppress(RoadtrainError):
             state = home.state()
-            self.phase, self.processes = state.phase, state.processes
+            self.phase, self.processes, self.committed = state.phase, state.processes, state.step
             if not any(node.role != "supervisor" for node in self.nodes) and not self.unasked:
                 self.job = self._job()  # once the run has started, with the addresses of servers
                 self._follow_nodes()
@@ -223,7 +223,7 @@ class RunWatch:
     @property
     def durable(self) -> int:
         """The last step that is known to survive a crash; -1 for none."""
-        return max(self.lines.durable, mark_record(self.directory).step)
+        return max(self.lines.durable, mark_record(self.directory).step, self.committed)
 
     @property
     def began(self) -> float:

@@ -18,6 +18,8 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,19 +134,14 @@ class _TrackerThread(threading.Thread):
     """A thread that logs to one tracker, from the first call of `follow` on."""
 
     def __init__(
-        self,
-        name: str,
-        directory: Path,
-        config: Mapping[str, Any],
-        report: Callable[[str], None],
+        self, name: str, directory: Path, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self._library, self._directory, self._report = name, directory, report
-        self._config = config
+        self._library, self._report = LIBRARIES[name][0], report
         self._path = directory / "trackers" / f"{name}.json"
-        self._run, self._last = uuid.uuid4().hex[:12], 0
-        self._news, self._ends = threading.Event(), False
-        self._committed = 0
+        self._run = TrackedRun(directory, uuid.uuid4().hex[:12], 0, config)
+        self._last, self._committed, self._ends = 0, 0, False
+        self._news = threading.Event()
         self._waiting: deque[Line] = deque()  # lines that are not committed
         self._open: OpenRun | None = None
 
@@ -163,7 +160,12 @@ class _TrackerThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._load()
+            make_directory(self._path.parent)
+            with suppress(FileNotFoundError):
+                state = json.loads(self._path.read_bytes())
+                if state["step"] <= self._most:
+                    self._last = state["step"]
+                    self._run = replace(self._run, id=state["run"], last=self._last)
             ends = False
             while not ends:
                 self._news.wait()
@@ -179,37 +181,29 @@ class _TrackerThread(threading.Thread):
                 f" {type(error).__name__}: {text}"
             )
 
-    def _load(self) -> None:
-        make_directory(self._path.parent)
-        if self._path.exists():
-            state = json.loads(self._path.read_text())
-            if state["step"] <= self._most:
-                self._run, self._last = state["run"], state["step"]
-        self._save()  # a library may create its run long before it logs a step
-
-    def _save(self) -> None:
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({"run": self._run, "step": self._last}))
-        new.replace(self._path)
-
     def _log_lines(self) -> None:
         anew, lines = self._tail.read()
         self._waiting = deque(lines) if anew else self._waiting + deque(lines)
         while self._waiting and self._waiting[0]["step"] <= self._committed:
             line = self._waiting.popleft()
-            self._open = self._open or self._opened(line.get("lossy"))
+            if self._open is None:
+                self._open = self._opened(line.get("lossy", {}))
             if line["step"] > self._last:
-                self._last = line["step"]
-                self._save()
+                self._record(line["step"])
                 numbers = flat_numbers({k: v for k, v in line.items() if k not in CONSTANT})
                 if line.get("seconds") and "tokens" in line:
                     numbers["tokens_per_s"] = line["tokens"] / line["seconds"]
                 self._open.log(self._last, numbers)
 
-    def _opened(self, lossy: Any) -> OpenRun:
-        config = {**self._config, "lossy": lossy} if lossy else self._config
-        run = TrackedRun(self._directory, self._run, self._last, config)
-        opened = LIBRARIES[self._library][0](run)
+    def _record(self, step: int) -> None:
+        self._last, new = step, self._path.with_suffix(".new")
+        new.write_text(json.dumps({"run": self._run.id, "step": step}))
+        new.replace(self._path)
+
+    def _opened(self, lossy: Mapping[str, Any]) -> OpenRun:
+        self._record(self._last)  # a library may create its run long before it logs a step
+        config = {**self._run.config, "lossy": lossy} if lossy else self._run.config
+        opened = self._library(replace(self._run, config=config))
         if opened.last is not None:
             self._last = min(self._last, opened.last)
         self._report(f"{self.name}: {opened.where}")
