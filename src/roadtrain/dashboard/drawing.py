@@ -201,14 +201,14 @@ class Panels:
         return plot
 
     def update(self) -> None:
-        """Draw what is new. The texts name times, so they are always compared."""
+        """Draw what is new. Some texts name times, so they are always compared."""
         versions, window = tuple(run.version for run in self.runs), self._zoom()
-        changed = versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S
-        if changed or window != self.window:
+        new = versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S
+        if changed := new or window != self.window:
             self.drawn, self.drawn_at, self.window = versions, time.monotonic(), window
             self._draw()
         several = len(self.runs) > 1
-        for name in TEXTS:
+        for name in TEXTS if changed else ("top", "state"):
             text = ""
             for run, found in zip(self.runs, self.found, strict=True):
                 heading = part("heading", run) if several and name != "top" else ""

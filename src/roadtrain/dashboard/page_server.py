@@ -10,9 +10,11 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +41,7 @@ from roadtrain.storage.direct import replace_file
 from roadtrain.transport.tcp import Address
 
 REFRESH_MS = 250
+DRAWN_S = 0.5  # a page that was opened so long ago has been sent
 SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the page needs
 COOKIE = "roadtrain-show"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -133,10 +136,15 @@ async def serve(
         logging.getLogger(name).setLevel(logging.ERROR)
     host, port = where
     scripts = [f"static/js/{name}.min.js?v={__version__}" for name in SCRIPTS]
-    ready = [new()]  # so that the first page opens at once
+    ready, opened = (
+        list[Panels](),
+        -math.inf,
+    )  # the panels of the next page, so that it opens at once
 
     def open_page(document: Document) -> None:
         panels = ready.pop() if ready else new()
+        nonlocal opened
+        opened = time.monotonic()
         panels.update()
         fill(document, panels, theme or _asked_theme(document), scripts)
         document.add_periodic_callback(panels.update, REFRESH_MS)
@@ -173,6 +181,8 @@ async def serve(
     while not over.is_set():
         for run in runs:
             run.refresh()
+        if not ready and time.monotonic() - opened > DRAWN_S:
+            ready.append(new())
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), REFRESH_MS / 1e3)
     server.stop()
