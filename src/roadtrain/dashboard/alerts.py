@@ -79,14 +79,11 @@ def probed_rate(lane: str, intervals: Sequence[Interval], host: Host) -> float |
         local = "127.0.0.1" in lane or "localhost" in lane
         return None if local or not host.nics else max(nic.rate for nic in host.nics)
     directory = lane.partition("(")[2].rstrip(")")
-    named = [(path, ssd) for ssd in host.ssds for path in ssd.directories]
-    found = [(len(path), ssd) for path, ssd in named if Path(directory).is_relative_to(path)]
-    if found:
-        ssd = max(found, key=lambda pair: pair[0])[1]
-    elif len(host.ssds) == 1 and not named:
-        ssd = host.ssds[0]
-    else:
+    named = {path: ssd for ssd in host.ssds for path in ssd.directories}
+    above = [path for path in named if Path(directory).is_relative_to(path)]
+    if not above and (named or len(host.ssds) != 1):
         return None
+    ssd = named[max(above, key=len)] if above else host.ssds[0]
     written = sum(work.nbytes for work in intervals if work.stage in WRITES)
     read = sum(interval.nbytes for interval in intervals) - written
     mixed = ssd.mixed if read and written else 1.0
@@ -152,14 +149,12 @@ def _diverging(run: RunWatch) -> list[str]:
 def _full_disks(run: RunWatch) -> list[str]:
     out: dict[int, str] = {}
     directories = [] if run.job.servers.addresses else run.job.store.files
-    for directory in (str(run.directory), *directories):
-        if not Path(directory).is_dir():
-            continue
+    for directory in filter(Path.is_dir, map(Path, (run.directory, *directories))):
         usage = shutil.disk_usage(directory)
         if usage.free < FULL * usage.total:
             left = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} are free"
-            out[Path(directory).stat().st_dev] = f"disk full soon: {left} at {directory}"
-    return [*out.values(), *([] if out else _filling_disks(run))]
+            out[directory.stat().st_dev] = f"disk full soon: {left} at {directory}"
+    return [*out.values()] or _filling_disks(run)
 
 
 def _filling_disks(run: RunWatch) -> list[str]:

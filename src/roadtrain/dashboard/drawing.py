@@ -103,25 +103,23 @@ def bars(runs: Sequence[RunWatch], window: tuple[float, float] | None = None) ->
     lanes = sorted({work.lane for work in every}, key=_order)
     position = {lane: i for i, lane in enumerate(lanes)}
     every.sort(key=lambda work: work.end)
-    drawn = every
-    if window is not None:
-        drawn = [work for work in every if work.begin < window[1] and work.end > window[0]]
-    drawn = few(drawn)
+    begin, end = window or (-math.inf, math.inf)
+    drawn = few([work for work in every if work.begin < end and work.end > begin])
     if window is not None:  # the ends of all, so that `reset` shows them
         ends = min(work.begin for work in every), every[-1].end
         drawn += [Interval("", lanes[0], end, end) for end in ends]
-    begins, ends_s = (np.array([work[i] for work in drawn], dtype=float) for i in (2, 3))
-    nbytes, took_s = np.array([work.nbytes for work in drawn], dtype=float), ends_s - begins
     colors = [look.STAGE_COLORS.get(work.stage, look.OTHER_COLOR) for work in drawn]
+    numbers = np.array([(position[work.lane], *work[2:]) for work in drawn], dtype=float)
+    y, left, right, nbytes = numbers.reshape(-1, 4).T
     columns = {
-        "y": np.array([position[work.lane] for work in drawn], dtype=float),
-        "left": begins * 1e3,
-        "right": ends_s * 1e3,
+        "y": y,
+        "left": left * 1e3,
+        "right": right * 1e3,
         "color": np.array([int(f"{color[1:]}cc", 16) for color in colors], dtype=np.uint32),
         "stage": [work.stage for work in drawn],
-        "ms": took_s * 1e3,
+        "ms": (right - left) * 1e3,
         "MB": nbytes / 1e6,
-        "GB/s": nbytes / 1e9 / np.maximum(took_s, 1e-9),
+        "GB/s": nbytes / 1e9 / np.maximum(right - left, 1e-9),
     }
     return Bars([LONG_PATH.sub(r"(…\2)", lane) for lane in lanes], columns)
 

@@ -41,7 +41,7 @@ from roadtrain.storage.direct import replace_file
 from roadtrain.transport.tcp import Address
 
 REFRESH_MS = 250
-DRAWN_S = 0.5  # a page that was opened so long ago has been sent
+DRAWN_S = 2.0  # a page that was opened so long ago has been sent
 SCRIPTS = ("bokeh", "bokeh-widgets")  # the parts of Bokeh's JavaScript that the page needs
 COOKIE = "roadtrain-show"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -136,10 +136,8 @@ async def serve(
         logging.getLogger(name).setLevel(logging.ERROR)
     host, port = where
     scripts = [f"static/js/{name}.min.js?v={__version__}" for name in SCRIPTS]
-    ready, opened = (
-        list[Panels](),
-        -math.inf,
-    )  # the panels of the next page, so that it opens at once
+    ready: list[Panels] = []  # for the next page, which then opens at once
+    opened = -math.inf
 
     def open_page(document: Document) -> None:
         panels = ready.pop() if ready else new()
