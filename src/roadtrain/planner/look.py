@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
-STAGE_COLORS = {
-    "Forward": "#74a3d4",
-    "Backward": "#3b6ea8",
-    "Fetch": "#59a14f",
-    "Push": "#e15759",
-    "Update": "#b07aa1",
-    "Sum": "#d37295",
-    "Read": "#76b7b2",
-    "Write": "#f28e2b",
-    "Wait": "#bab0ac",
-    "Activations": "#edc948",
-    "Commit": "#9c755f",
-}
-OTHER_COLOR = "#888888"
-RUN_COLORS = ("#4c78a8", "#e15759", "#59a14f", "#f28e2b", "#b07aa1", "#76b7b2")
+COLORS = tomllib.loads(Path(__file__).with_name("look.toml").read_text(encoding="utf-8"))
+STAGE_COLORS: dict[str, str] = COLORS["stages"]
+OTHER_COLOR: str = COLORS["other"]
+RUN_COLORS: list[str] = COLORS["runs"]
 
 
 def style_sheet(theme: str = "") -> str:

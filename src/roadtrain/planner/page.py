@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from roadtrain.planner.look import STAGE_COLORS, style_sheet, templates_in
+from roadtrain.planner.look import COLORS, style_sheet, templates_in
 from roadtrain.simulator.engine import Task
 from roadtrain.simulator.run import Result
 from roadtrain.units import show_seconds
@@ -44,7 +44,7 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
     template = templates_in(Path(__file__).parent).get_template("page.html.j2")
     step = {} if traced is None else timeline(traced.trace, traced.seconds)
     values = {"title": title, "report": report, "traced": traced, "front": front}
-    return template.render(values, style=style_sheet(), step=step, colors=STAGE_COLORS)
+    return template.render(values, style=style_sheet(), step=step, colors=COLORS)
 
 
 def timeline(trace: Sequence[Task], seconds: float) -> dict[tuple[str, str], list[Bar]]:
