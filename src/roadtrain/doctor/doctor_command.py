@@ -190,7 +190,7 @@ def facts(subject: Subject) -> dict[str, str]:
         "memory": f"{show_bytes(memory.available)} free of {show_bytes(memory.total)}",
         "control group": f"{most}, {share} processors",
         "devices": "; ".join(devices) or torch.failure or torch.unknown or "none",
-        "torch": f"{torch.version} for {torch.built_for or 'CPUs'}, {threads}",
+        "torch": f"{torch.version or 'unknown'} for {torch.built_for or 'CPUs'}, {threads}",
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
         "network cards": "; ".join(map(str, this_host().cards)) or "none",
     }
