@@ -1,14 +1,17 @@
 """The rank of this process, from the environment variables that torchrun sets, the identity of this
-host, and the limit of memory that a container sets. Does NOT communicate with other processes."""
+host, the limits that a container sets, and optional packages. Does NOT communicate with other
+processes."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from roadtrain.errors import ConfigError
 
@@ -144,3 +147,15 @@ def control_group_words(
         for place in (top, group, *group.parents):
             if place.is_relative_to(top) and (place / name).is_file():
                 yield (place / name).read_text().split()
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Import and return a module that needs an optional package. Raises a ConfigError that names
+    the extra of roadtrain to install if the package is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as cause:
+        if not cause.name or cause.name.startswith("roadtrain"):
+            raise
+        hint = f"pip install 'roadtrain[{extra}]'"
+        raise ConfigError(f"{cause.name} is not installed", hint=hint) from cause

@@ -17,6 +17,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
 from roadtrain.servers import frames as m
 from roadtrain.transport.tcp import Address, TcpOptions
@@ -52,13 +53,7 @@ def exposed(
     `options`: the token and TLS certificate of the server. Raises ConfigError if the library is
     missing, the address cannot be used, or it is no loopback address and there is no token.
     """
-    try:
-        library = importlib.import_module("prometheus_client")
-    except ImportError as error:
-        raise ConfigError(
-            f"--metrics needs the package prometheus_client: {error}",
-            hint="pip install 'roadtrain[prometheus]'",
-        ) from error
+    library: Any = need("prometheus_client", "prometheus")
     numbers = library.CollectorRegistry(auto_describe=False)
     numbers.register(_Collector(status))
     app = _guarded(library.make_wsgi_app(numbers), options.token)

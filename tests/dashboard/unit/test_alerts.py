@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from msgspec.json import encode
 
-from roadtrain import cli
+from roadtrain import cli, environment
 from roadtrain.config.cluster import Host
 from roadtrain.dashboard import alerts as module
 from roadtrain.dashboard import watch
@@ -315,7 +315,7 @@ def test_without_bokeh(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'bokeh'", name="bokeh")
 
-    monkeypatch.setattr(show.importlib, "import_module", missing)
+    monkeypatch.setattr(environment.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"bokeh is not installed[\s\S]*roadtrain\[dashboard\]"):
         show.command(str(directory))
 
