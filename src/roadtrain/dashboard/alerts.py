@@ -149,7 +149,9 @@ def _diverging(run: RunWatch) -> list[str]:
 def _full_disks(run: RunWatch) -> list[str]:
     out: dict[int, str] = {}
     directories = [] if run.job.servers.addresses else run.job.store.files
-    for directory in filter(Path.is_dir, map(Path, (run.directory, *directories))):
+    for directory in [run.directory, *map(Path, directories)]:
+        if not directory.is_dir():
+            continue
         usage = shutil.disk_usage(directory)
         if usage.free < FULL * usage.total:
             left = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} are free"

@@ -142,6 +142,7 @@ class RunWatch:
 
     def __init__(self, run: str) -> None:
         self.name, self.home = run, None
+        self.nodes: list[NodeWatch] = []
         if names_servers(run):
             raise ConfigError(
                 f"{run} names servers, which know no losses and no steps of workers",
@@ -150,18 +151,18 @@ class RunWatch:
         if not Path(run).is_dir() and (home := launched(run)) is not None:
             self.home, record = home, home.record()
             self.directory = Path(record.directory, load_job(home.job_path).run.dir)
+            if record.engine != "here":
+                node = NodeWatch("supervisor", run, ASK_HOSTS_EVERY_S)
+                self._follow(node, partial(ask_home, home))
         else:
             self.directory = Path(run)
             job_of_run(run)  # raises ConfigError
         self.ranks: dict[int, RankWatch] = {}
-        self.nodes: list[NodeWatch] = []
         self.processes: Sequence[ProcessRow] = ()
         self.phase, self.changed, self.version, self.unasked, self.committed = "", 0.0, 0, "", -1
         self.job = self._job()
         if self.home is None:
             self._follow_nodes()
-        elif record.engine != "here":
-            self._follow(NodeWatch("supervisor", run, ASK_HOSTS_EVERY_S), partial(ask_home, home))
         self.refresh()
 
     def _job(self) -> Job:
