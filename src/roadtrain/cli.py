@@ -308,26 +308,6 @@ def _command_help(name: str) -> str:
     return "\n".join(lines)
 
 
-BASH = """\
-_roadtrain() {{
-  local words=
-  if [ "$COMP_CWORD" = 1 ]; then
-    words="{commands}"
-  else
-    case "${{COMP_WORDS[1]}}" in
-{cases}
-    esac
-  fi
-  case "${{COMP_WORDS[COMP_CWORD]}}" in
-    -*) ;;
-    *) [ "$COMP_CWORD" -gt 2 ] && words= ;;  # a file
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
-}}
-complete -o default -F _roadtrain roadtrain
-"""
-
-
 def completion(shell: str) -> int:
     """Print a script by which SHELL (bash, zsh or fish) completes commands, options, job keys and
     files.
@@ -350,7 +330,9 @@ def completion(shell: str) -> int:
             f'      {first}) words="{" ".join(own)}" ;;' for first, own in words.items()
         )
         both = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-        print((both if shell == "zsh" else "") + BASH.format(commands=" ".join(words), cases=cases))
+        script = Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
+        script = script.replace("@COMMANDS@", " ".join(words)).replace("@CASES@", cases)
+        print((both if shell == "zsh" else "") + script)
         return 0
     if shell != "fish":
         raise unknown_name("shell", shell, ("bash", "zsh", "fish"))

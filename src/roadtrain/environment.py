@@ -1,14 +1,17 @@
 """The rank of this process, from the environment variables that torchrun sets, the identity of this
-host, and the limit of memory that a container sets. Does NOT communicate with other processes."""
+host, the limits that a container sets, and optional packages. Does NOT communicate with other
+processes."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from roadtrain.errors import ConfigError
 
@@ -121,18 +124,38 @@ def control_group_limit(
 ) -> int | None:
     """Return the smallest memory limit in bytes among this process's control group (version 1 or 2)
     and the groups above it; None if there is no limit."""
-    limits = []
+    found = control_group_words("memory", "memory.limit_in_bytes", "memory.max", groups, root)
+    return smallest(int(first) if first.isdecimal() else None for first, *_ in found)
+
+
+def control_group_words(
+    controller: str,
+    version_1: str,
+    version_2: str,
+    groups: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> Iterator[list[str]]:
+    """Yield the words of a limit's file for this process's control group and each group above it.
+    `version_1` and `version_2`: the file's name in each version of control groups."""
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top, name = root / "memory", "memory.limit_in_bytes"
-        if not controllers:
-            top, name = root, "memory.max"
+        top, name = (root / controller, version_1) if controllers else (root, version_2)
         group = top / path.lstrip("/")
         # in a container, the path may be that of the host, and only `top` exists
         for place in (top, group, *group.parents):
             if place.is_relative_to(top) and (place / name).is_file():
-                text = (place / name).read_text().strip()
-                limits.append(int(text) if text.isdecimal() else None)
-    return smallest(limits)
+                yield (place / name).read_text().split()
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Import and return a module that needs an optional package. Raises a ConfigError that names
+    the extra of roadtrain to install if the package is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as cause:
+        if not cause.name or cause.name.startswith("roadtrain"):
+            raise
+        hint = f"pip install 'roadtrain[{extra}]'"
+        raise ConfigError(f"{cause.name} is not installed", hint=hint) from cause

@@ -33,6 +33,7 @@ _FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # (unit, seconds of the unit, shortest duration in seconds that is printed in the unit)
 _DURATIONS = (
+    ("years", 31536000.0, 63072000.0),
     ("d", 86400.0, 172800.0),
     ("h", 3600.0, 7200.0),
     ("min", 60.0, 120.0),
@@ -141,9 +142,9 @@ def show_params(count: float) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,.0f}"
 
 
-def show_count(count: int, noun: str) -> str:
+def show_count(count: int, noun: str, plural: str = "") -> str:
     """Format a count and its noun: `1 host`, `2 hosts`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def round_up(n: int, to: int) -> int:

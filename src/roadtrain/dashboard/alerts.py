@@ -18,7 +18,7 @@ from roadtrain.dashboard.watch import RunWatch
 from roadtrain.servers.trace import Interval
 from roadtrain.training.metrics import alike
 from roadtrain.training.predicted import RECENT, tables_of
-from roadtrain.training.run_lines import WRITES, show_duration
+from roadtrain.training.run_lines import WRITES
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 DISK, LINK = "disk of ", "link of "  # how the names of such lanes begin
@@ -26,6 +26,7 @@ SLOW_DISK = 0.5  # a disk is slow below this fraction of the other disks, or of 
 LEAST_S = 1e-6  # no interval is shorter
 BUSY_S = 0.05  # a rate counts if a lane was busy for so long
 FULL = 0.02  # a disk is full soon if less than this fraction is free
+TREND, TREND_S = 1000, 60.0  # a trend is that of the last so many steps, and of at least this time
 COMPARED = 10_000  # the best mean loss is that of the last so many steps
 DIVERGED = 4.0  # so many standard deviations above the best mean loss
 
@@ -78,14 +79,11 @@ def probed_rate(lane: str, intervals: Sequence[Interval], host: Host) -> float |
         local = "127.0.0.1" in lane or "localhost" in lane
         return None if local or not host.nics else max(nic.rate for nic in host.nics)
     directory = lane.partition("(")[2].rstrip(")")
-    named = [(path, ssd) for ssd in host.ssds for path in ssd.directories]
-    found = [(len(path), ssd) for path, ssd in named if Path(directory).is_relative_to(path)]
-    if found:
-        ssd = max(found, key=lambda pair: pair[0])[1]
-    elif len(host.ssds) == 1 and not named:
-        ssd = host.ssds[0]
-    else:
+    named = {path: ssd for ssd in host.ssds for path in ssd.directories}
+    above = [path for path in named if Path(directory).is_relative_to(path)]
+    if not above and (named or len(host.ssds) != 1):
         return None
+    ssd = named[max(above, key=len)] if above else host.ssds[0]
     written = sum(work.nbytes for work in intervals if work.stage in WRITES)
     read = sum(interval.nbytes for interval in intervals) - written
     mixed = ssd.mixed if read and written else 1.0
@@ -95,7 +93,7 @@ def probed_rate(lane: str, intervals: Sequence[Interval], host: Host) -> float |
 def limit_line(run: RunWatch) -> str:
     """Return one line that says what limits the steps, and how they compare with the plan."""
     if not run.lines.recent:
-        return "no step yet"
+        return run.hidden or "no step yet"
     line = f"limited by {run.lines.limit(run.job)}"
     tables = tables_of(alike([*watch.lines.recent]) for watch in run.ranks.values())
     slowest = max(tables, key=_ratio, default=[])
@@ -114,7 +112,7 @@ def alerts(run: RunWatch, rates: Sequence[LaneRate]) -> list[str]:
     """Return a line for each thing that is wrong with the run now."""
     state = run.state()
     out = [*_not_finite(run), *_diverging(run)]
-    if state in ("training", "stalled"):
+    if state in ("training", "starting", "stalled"):
         for node in run.nodes:
             if silence := node.silence:
                 out.append(f"{node.role} {node.address} {silence}")
@@ -125,7 +123,7 @@ def alerts(run: RunWatch, rates: Sequence[LaneRate]) -> list[str]:
             if process.state != "running"
         ]
     if state == "stalled":
-        quiet, usual = show_duration(run.quiet_s), show_seconds(run.lines.step_s)
+        quiet, usual = show_seconds(round(run.quiet_s)), show_seconds(run.lines.step_s)
         out.insert(0, f"stalled: no new step for {quiet}, a step takes {usual}")
     return out
 
@@ -151,14 +149,29 @@ def _diverging(run: RunWatch) -> list[str]:
 def _full_disks(run: RunWatch) -> list[str]:
     out: dict[int, str] = {}
     directories = [] if run.job.servers.addresses else run.job.store.files
-    for directory in (str(run.directory), *directories):
-        if not Path(directory).is_dir():
+    for directory in [run.directory, *map(Path, directories)]:
+        if not directory.is_dir():
             continue
         usage = shutil.disk_usage(directory)
         if usage.free < FULL * usage.total:
             left = f"{show_bytes(usage.free)} of {show_bytes(usage.total)} are free"
-            out[Path(directory).stat().st_dev] = f"disk full soon: {left} at {directory}"
-    return [*out.values()]
+            out[directory.stat().st_dev] = f"disk full soon: {left} at {directory}"
+    return [*out.values()] or _filling_disks(run)
+
+
+def _filling_disks(run: RunWatch) -> list[str]:
+    """Compare the free bytes of the disks with the rate at which they have become fewer."""
+    free, seconds = (run.lines.curves[name][-TREND:] for name in ("free", "seconds"))
+    if not (lost := free[0] - free[-1] if free else 0.0) > 0 or sum(seconds) < TREND_S:
+        return []
+    lasts_s, left_s = free[-1] * sum(seconds) / lost, run.lines.left_s(run.job)
+    if lasts_s > left_s:
+        return []
+    return [
+        f"disk full soon: {show_bytes(free[-1])} are free, enough for {show_seconds(lasts_s)}"
+        f" at the rate of the last {show_seconds(sum(seconds))}, but training takes"
+        f" {show_seconds(left_s)} more"
+    ]
 
 
 def _slow_disks(rates: Sequence[LaneRate]) -> list[str]:

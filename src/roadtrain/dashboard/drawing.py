@@ -11,36 +11,43 @@ import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from html import escape
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from bokeh import models
 from bokeh.document import Document
-from bokeh.models import ColumnDataSource, Div, HoverTool, InlineStyleSheet, Range1d
+from bokeh.models import ColumnDataSource, Div, HoverTool, Range1d
 from bokeh.plotting import figure
-from jinja2 import Environment, FileSystemLoader
 
 from roadtrain.config.cluster import Host
-from roadtrain.dashboard import tables
-from roadtrain.dashboard.alerts import LaneRate, lane_rates
+from roadtrain.dashboard.alerts import LaneRate, alerts, lane_rates, limit_line
 from roadtrain.dashboard.watch import RunWatch
-from roadtrain.planner.look import OTHER_COLOR, RUN_COLORS, STAGE_COLORS, style_sheet
+from roadtrain.planner import look
 from roadtrain.servers.trace import Interval, joined
+from roadtrain.training.run_lines import wear_rows
 
+HERE = Path(__file__).parent
 POINTS = 600  # most points of a curve
 BARS = 4000  # most bars of the timeline; of more, neighbors are joined
 REDRAW_S = 1.0  # curves and timeline are drawn at most so often
 ROW, LOW_ROW, FRAME = 18, 9, 60  # pixels of a lane, of each of MANY lanes, and around the lanes
 MANY = 48
+COMMON: dict[str, Any] = {  # of all figures
+    "sizing_mode": "stretch_width",
+    "tools": "xpan,xwheel_zoom,xbox_zoom,reset",
+    "active_drag": "xpan",
+    "active_scroll": "xwheel_zoom",
+}
 CURVES = {
     "loss": "loss",
     "grad_norm": "gradient norm",
     "tokens_per_s": "tokens/s",
     "lr": "learning rate",
 }
+TEXTS = ("top", "memory", "rates", "state", "wear")  # macros of panels.html.j2
 KINDS = ("", "worker", "server", "disk", "link")  # of lanes, from top to bottom; first devices
 KIND = re.compile(r"(?:^|: )(worker|server|disk|link) ")
 LONG_PATH = re.compile(r"\((/\S{20,}?)(\S{18})\)")  # in the name of a lane
@@ -51,11 +58,10 @@ def thinned(x: array[float], y: array[float] | np.ndarray[Any, Any]) -> tuple[An
     xs, ys = np.array(x), np.array(y, dtype=float)  # copies: the arrays still grow
     if len(xs) <= POINTS:
         return xs, ys
-    edges = np.linspace(0, len(xs), POINTS // 2 + 1).astype(int)[:-1]
-    ends = np.append(edges[1:], len(xs))
-    filled = np.where(np.isfinite(ys), ys, np.inf), np.where(np.isfinite(ys), ys, -np.inf)
-    least = [a + int(np.argmin(filled[0][a:b])) for a, b in zip(edges, ends)]
-    most = [a + int(np.argmax(filled[1][a:b])) for a, b in zip(edges, ends)]
+    edges = np.linspace(0, len(xs), POINTS // 2 + 1).astype(int)
+    low, high = (np.where(np.isfinite(ys), ys, other) for other in (np.inf, -np.inf))
+    least = [a + np.argmin(low[a:b]) for a, b in pairwise(edges)]
+    most = [a + np.argmax(high[a:b]) for a, b in pairwise(edges)]
     kept = np.unique([*least, *most])
     return xs[kept], ys[kept]
 
@@ -97,25 +103,23 @@ def bars(runs: Sequence[RunWatch], window: tuple[float, float] | None = None) ->
     lanes = sorted({work.lane for work in every}, key=_order)
     position = {lane: i for i, lane in enumerate(lanes)}
     every.sort(key=lambda work: work.end)
-    drawn = every
-    if window is not None:
-        drawn = [work for work in every if work.begin < window[1] and work.end > window[0]]
-    drawn = few(drawn)
+    begin, end = window or (-math.inf, math.inf)
+    drawn = few([work for work in every if work.begin < end and work.end > begin])
     if window is not None:  # the ends of all, so that `reset` shows them
         ends = min(work.begin for work in every), every[-1].end
         drawn += [Interval("", lanes[0], end, end) for end in ends]
-    begins, ends_s = (np.array([work[i] for work in drawn], dtype=float) for i in (2, 3))
-    nbytes, took_s = np.array([work.nbytes for work in drawn], dtype=float), ends_s - begins
-    colors = [STAGE_COLORS.get(work.stage, OTHER_COLOR) for work in drawn]
+    colors = [look.STAGE_COLORS.get(work.stage, look.OTHER_COLOR) for work in drawn]
+    numbers = np.array([(position[work.lane], *work[2:]) for work in drawn], dtype=float)
+    y, left, right, nbytes = numbers.reshape(-1, 4).T
     columns = {
-        "y": np.array([position[work.lane] for work in drawn], dtype=float),
-        "left": begins * 1e3,
-        "right": ends_s * 1e3,
+        "y": y,
+        "left": left * 1e3,
+        "right": right * 1e3,
         "color": np.array([int(f"{color[1:]}cc", 16) for color in colors], dtype=np.uint32),
         "stage": [work.stage for work in drawn],
-        "ms": took_s * 1e3,
+        "ms": (right - left) * 1e3,
         "MB": nbytes / 1e6,
-        "GB/s": nbytes / 1e9 / np.maximum(took_s, 1e-9),
+        "GB/s": nbytes / 1e9 / np.maximum(right - left, 1e-9),
     }
     return Bars([LONG_PATH.sub(r"(…\2)", lane) for lane in lanes], columns)
 
@@ -139,77 +143,74 @@ def _order(lane: str) -> tuple[int, list[tuple[bool, Any]]]:
     ]
 
 
-@dataclass
+@functools.cache
+def macros() -> Any:
+    templates = look.templates_in(HERE)
+    templates.globals |= {"alerts": alerts, "limit_line": limit_line, "wear_rows": wear_rows}
+    return templates.get_template("panels.html.j2").module
+
+
+def part(name: str, *values: Any) -> str:
+    """Return the HTML of a part of the page that is text."""
+    return str(getattr(macros(), name)(*values))
+
+
 class Panels:
     """The panels of a page, by name. `update` brings them up to date."""
 
-    runs: Sequence[RunWatch]
-    host: Host | None
-    tbw: float | None
-    texts: dict[str, Div] = field(default_factory=dict)
-    figures: dict[str, figure] = field(default_factory=dict)
-    sources: dict[str, ColumnDataSource] = field(default_factory=dict)
-    drawn: tuple[int, ...] = ()  # the versions of the runs that are drawn
-    drawn_at: float = -math.inf
-    window: tuple[float, float] | None = None  # what the reader sees of the timeline
-    lanes: list[str] = field(default_factory=list)
-    found: list[list[LaneRate]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for name in ("top", "legend", "memory", "rates", "state", "wear"):
-            sheet = InlineStyleSheet(css=tables.STYLE)
-            self.texts[name] = Div(name=name, stylesheets=[sheet], sizing_mode="stretch_width")
-        self.texts["legend"].text = tables.legend()
-        for name, title in CURVES.items():
-            self._add_curves(name, title)
-        self._add_timeline()
+    def __init__(self, runs: Sequence[RunWatch], host: Host | None, tbw: float | None) -> None:
+        self.runs, self.host, self.tbw = runs, host, tbw
+        self.drawn: tuple[int, ...] = ()  # the versions of the runs that are drawn
+        self.drawn_at = -math.inf
+        self.window: tuple[float, float] | None = None  # what the reader sees of the timeline
+        self.lanes: list[str] = []
+        self.found: list[list[LaneRate]] = []
+        sheet = models.InlineStyleSheet(css=(HERE / "panels.css").read_text(encoding="utf-8"))
+        self.texts = {
+            name: Div(name=name, stylesheets=[sheet], sizing_mode="stretch_width")
+            for name in ("legend", *TEXTS)
+        }
+        self.texts["legend"].text = part("legend", look.STAGE_COLORS)
+        self.sources: dict[str, ColumnDataSource] = {}
+        steps = models.DataRange1d()  # all curves show the same steps
+        self.figures = {name: self._curves(name, steps) for name in CURVES}
+        self.figures["timeline"] = self._timeline()
         self.update()
 
-    def _add_curves(self, name: str, title: str) -> None:
-        plot = figure(
-            name=name,
-            title=title,
-            height=190,
-            sizing_mode="stretch_width",
-            tools="xpan,xwheel_zoom,reset",
-            active_scroll="xwheel_zoom",
-            toolbar_location=None,
-        )
-        plot.add_tools(HoverTool(tooltips=[("step", "@x"), (title, "@y")], mode="vline"))
+    def _curves(self, name: str, steps: models.DataRange1d) -> figure:
+        plot = figure(name=name, title=CURVES[name], x_range=steps, height=190, **COMMON)
+        plot.toolbar_location = None
+        plot.add_tools(HoverTool(tooltips=[("step", "@x"), (CURVES[name], "@y")], mode="vline"))
         for number, run in enumerate(self.runs):
             source = self.sources[f"{name} {number}"] = ColumnDataSource({"x": [], "y": []})
             label = {"legend_label": run.name} if len(self.runs) > 1 else {}
-            color = RUN_COLORS[number % len(RUN_COLORS)]
+            color = look.RUN_COLORS[number % len(look.RUN_COLORS)]
             plot.line("x", "y", source=source, color=color, line_width=1.5, **label)
-        self.figures[name] = plot
+        return plot
 
-    def _add_timeline(self) -> None:
+    def _timeline(self) -> figure:
         source = self.sources["timeline"] = ColumnDataSource(bars([]).columns)
-        plot = figure(
-            name="timeline",
-            y_range=Range1d(),
-            x_axis_type="datetime",
-            sizing_mode="stretch_width",
-            tools="xpan,xwheel_zoom,xbox_zoom,reset",
-            active_drag="xpan",
-            active_scroll="xwheel_zoom",
-            toolbar_location="right",
-        )
-        plot.hbar("y", left="left", right="right", height=0.8, fill_color="color", source=source)
-        plot.renderers[0].glyph.line_color = None
+        plot = figure(name="timeline", y_range=Range1d(), x_axis_type="datetime", **COMMON)
+        edges: dict[str, Any] = {"left": "left", "right": "right", "height": 0.8}
+        plot.hbar("y", **edges, fill_color="color", line_color=None, source=source)
         tooltips = [("", "@stage"), ("ms", "@ms{0.000}"), ("MB", "@MB{0.0}")]
         plot.add_tools(HoverTool(tooltips=[*tooltips, ("GB/s", "@{GB/s}{0.000}")]))
         plot.ygrid.visible = False
-        self.figures["timeline"] = plot
+        return plot
 
     def update(self) -> None:
-        """Draw what is new. The texts name times, so they are always compared."""
-        versions = tuple(run.version for run in self.runs)
-        changed = versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S
-        if changed or self._zoom() != self.window:
-            self.drawn, self.drawn_at, self.window = versions, time.monotonic(), self._zoom()
+        """Draw what is new. Some texts name times, so they are always compared."""
+        versions, window = tuple(run.version for run in self.runs), self._zoom()
+        new = versions != self.drawn and time.monotonic() - self.drawn_at > REDRAW_S
+        if changed := new or window != self.window:
+            self.drawn, self.drawn_at, self.window = versions, time.monotonic(), window
             self._draw()
-        for name, text in self._texts():
+        several = len(self.runs) > 1
+        for name in TEXTS if changed else ("top", "state"):
+            text = ""
+            for run, found in zip(self.runs, self.found, strict=True):
+                heading = part("heading", run) if several and name != "top" else ""
+                text += heading + part(name, run, found, self.tbw)
             if self.texts[name].text != text:
                 self.texts[name].text = text
 
@@ -223,12 +224,14 @@ class Panels:
         )
         if lanes != self.lanes:
             self.lanes, plot = lanes, self.figures["timeline"]
-            row = ROW if len(lanes) <= MANY else LOW_ROW
+            row, font = (ROW, "11px") if len(lanes) <= MANY else (LOW_ROW, "8px")
             plot.height = FRAME + row * max(3, len(lanes))
             plot.y_range.update(start=len(lanes) - 0.5, end=-0.5)
-            plot.yaxis.ticker = [*range(len(lanes))]
-            plot.yaxis.major_label_overrides = dict(enumerate(lanes))
-            plot.yaxis.major_label_text_font_size = "11px" if row == ROW else "8px"
+            plot.yaxis.update(
+                ticker=[*range(len(lanes))],
+                major_label_overrides=dict(enumerate(lanes)),
+                major_label_text_font_size=font,
+            )
         self.sources["timeline"].data = columns
 
     def _zoom(self) -> tuple[float, float] | None:
@@ -242,21 +245,6 @@ class Panels:
             return None
         return (shown.start - beside) / 1e3, (shown.end + beside) / 1e3
 
-    def _texts(self) -> Iterator[tuple[str, str]]:
-        def of_all(draw: Callable[[RunWatch, list[LaneRate]], str]) -> str:
-            both = zip(self.runs, self.found, strict=True)
-            return "".join(self._name(run) + draw(run, found) for run, found in both)
-
-        yield "top", "".join(map(tables.top, self.runs, self.found))
-        yield "memory", of_all(lambda run, _: tables.memory(run))
-        yield "rates", of_all(lambda _, found: tables.rates(found))
-        yield "state", of_all(lambda run, _: tables.durability(run))
-        yield "wear", of_all(lambda run, _: tables.wear(run, self.tbw))
-
-    def _name(self, run: RunWatch) -> str:
-        """Return a heading if several runs are compared."""
-        return f"<h2>{escape(run.name)}</h2>" if len(self.runs) > 1 else ""
-
 
 def fill(document: Document, panels: Panels, theme: str, scripts: Sequence[str] = ()) -> None:
     """Add the panels to a document.
@@ -265,13 +253,11 @@ def fill(document: Document, panels: Panels, theme: str, scripts: Sequence[str] 
         theme: light or dark; "" for that of the reader's system.
         scripts: The addresses of Bokeh's scripts on a server.
     """
-    for root in (*panels.texts.values(), *panels.figures.values()):
-        document.add_root(root)
+    with document.models.freeze():  # so that all models are counted once
+        for root in (*panels.texts.values(), *panels.figures.values()):
+            document.add_root(root)
     document.title = " ".join(run.name for run in panels.runs)
-    document.theme = f"{theme or 'light'}_minimal"
-    # like Bokeh's own, this template gets parts of pages; the names of runs are in the documents
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent))
+    templates = look.templates_in(HERE)
+    templates.autoescape = False  # like Bokeh's own, this template gets parts of pages
     document.template = templates.get_template("dashboard.html.j2")
-    document.template_variables.update(
-        style=style_sheet(theme), theme=theme, scripts=scripts, live=bool(scripts)
-    )
+    document.template_variables.update(style=look.style_sheet(theme), scripts=scripts)

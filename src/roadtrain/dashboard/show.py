@@ -6,19 +6,19 @@ Does not import torch. Bokeh is imported by the command only, because it is opti
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roadtrain.config.cluster import Host, load_cluster
 from roadtrain.dashboard.watch import RunWatch
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
 from roadtrain.storage.direct import check_file
 from roadtrain.transport.address import address_of, token_of
-
-EXTRA = "pip install 'roadtrain[dashboard]'"
 
 
 def command(
@@ -60,28 +60,19 @@ def command(
         )
     token = token_of(token_file)
     host = probed_host(cluster) if cluster else None
-    pages = bokeh_part("page_server")
+    pages: Any = need("roadtrain.dashboard.page_server", "dashboard")
     runs = [RunWatch(name) for name in run.split(",") if name]
+    new = partial(pages.Panels, runs, host, endurance_tbw)
     try:
         if png:
-            pages.write_picture(runs, host, endurance_tbw, Path(png), theme or "light")
+            pages.write_picture(new(), Path(png), theme or "light")
             print(f"picture {png}")
         else:
-            pages.serve(runs, (host, endurance_tbw, theme), where, token)
+            asyncio.run(pages.serve(runs, new, theme, where, token))
     finally:
         for watch in runs:
             watch.close()
     return 0
-
-
-def bokeh_part(module: str) -> Any:
-    """Import a module of this room that needs Bokeh. Raises ConfigError if Bokeh is missing."""
-    try:
-        return importlib.import_module(f"roadtrain.dashboard.{module}")
-    except ModuleNotFoundError as cause:
-        if (cause.name or "").partition(".")[0] not in ("bokeh", "tornado"):
-            raise
-        raise ConfigError(f"{cause.name} is not installed", hint=EXTRA) from cause
 
 
 def probed_host(cluster: str) -> Host:

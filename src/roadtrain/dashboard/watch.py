@@ -6,45 +6,52 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from roadtrain.config.job import Job, job_of_run, load_job
-from roadtrain.errors import ConfigError, PeerError, RoadtrainError
+from roadtrain.errors import ConfigError, LaunchError, PeerError, RoadtrainError
+from roadtrain.launch.control_socket import ask_supervisor
 from roadtrain.launch.home import ProcessRow, RunHome
 from roadtrain.launch.host_report import is_locked, mark_record
 from roadtrain.launch.status_command import launched
 from roadtrain.servers import health
 from roadtrain.servers.trace import Interval
+from roadtrain.storage.lock import holder_of
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.run_lines import LineTail, RunLines
 from roadtrain.training.status import names_servers
 from roadtrain.training.timeline import before_of, timeline_of
 from roadtrain.transport.address import address_of, tls_of, token_of
-from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.transport.tcp import TcpOptions
 
 ASK_EVERY_S, ANSWER_S = 0.3, 1.0  # pause between two queries of a server, and its time to answer
+ASK_HOSTS_EVERY_S = 5.0  # a supervisor asks the hosts of its run
 SILENT_S = 1.5  # a server that has not answered for so long is reported
 INTERVALS_EVERY_S = 2.0
 STEPS = 8  # the timeline shows so many steps
 SLOW = 10.0  # a run is stalled if a step takes so many times the median
-LEAST_S = 10.0  # but not before
+LEAST_S, FIRST_S = 10.0, 120.0  # but not before, nor before the first step of a session
 TAIL_BYTES = 2**18  # of the files of which only the last lines are shown
 RANK_FILE = re.compile(r"metrics(?:\.(\d+))?\.jsonl")
 IDLE = "no session"  # in the status of a server without workers
+Ask = Callable[[], Any]  # returns a health.Status or an error
 
 
 @dataclass
 class NodeWatch:
-    """A server or a spare host, and its last answer, which a thread updates."""
+    """A server, spare host or supervisor, and its last answer, which a thread updates."""
 
     role: str
     address: str
+    every_s: float = ASK_EVERY_S
     text: str = ""
     error: str = ""  # of the last query; "" if it was answered
     waits: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -56,31 +63,37 @@ class NodeWatch:
     def silence(self) -> str:
         """A message if the node does not answer, else ""."""
         silent_s = time.monotonic() - self.answered
-        if silent_s < SILENT_S:
+        if silent_s < max(SILENT_S, 2 * self.every_s):
             return ""
         return f"has not answered for {silent_s:.1f} s ({self.error or 'it is still asked'})"
 
-    def follow(self, options: TcpOptions) -> None:
+    def follow(self, ask: Ask, ask_intervals: Ask | None = None) -> None:
         """Start to query the node in a thread of its own, until `over` is set."""
-        where = address_of(self.address)
+        name = f"asks {self.address}"
         threading.Thread(
-            target=self._ask, args=(where, options), name=f"asks {self.address}", daemon=True
+            target=self._ask, args=(ask, ask_intervals), name=name, daemon=True
         ).start()
 
-    def _ask(self, where: Address, options: TcpOptions) -> None:
+    def _ask(self, ask: Ask, ask_intervals: Ask | None) -> None:
         intervals_at = 0.0
-        while not self.over.wait(ASK_EVERY_S):
-            status = health.ask(where, options, answer_s=ANSWER_S)
-            if isinstance(status, PeerError):
+        while not self.over.wait(self.every_s):
+            status = ask()
+            if isinstance(status, RoadtrainError):
                 self.error = str(status).partition("\n")[0]
                 continue
             self.text, self.waits, self.error = status[0], dict(status[1]), ""
             self.answered = time.monotonic()
-            if self.role == "server" and time.monotonic() - intervals_at > INTERVALS_EVERY_S:
-                intervals_at = time.monotonic()
-                how = {"hello": health.ASK_INTERVALS, "kind": list[Interval]}
-                found = health.ask(where, options, answer_s=ANSWER_S, **how)
+            if ask_intervals and time.monotonic() - intervals_at > INTERVALS_EVERY_S:
+                intervals_at, found = time.monotonic(), ask_intervals()
                 self.intervals = self.intervals if isinstance(found, PeerError) else found
+
+
+def ask_home(home: RunHome) -> tuple[str, dict[str, Any]] | LaunchError:
+    """Return the lines that `roadtrain status` prints about the steps of a launched run."""
+    try:
+        return "; ".join(ask_supervisor(home, "status")["run"]["lines"]), {}
+    except LaunchError as error:
+        return error
 
 
 class RankWatch:
@@ -107,10 +120,8 @@ class RankWatch:
         for line in drawn:
             with suppress(msgspec.ValidationError, KeyError):
                 step, own = line["step"], msgspec.convert(line["intervals"], list[Interval])
-                earlier = [item for item in self.steps.items() if item[0] < step]
-                self.steps = dict([*earlier, (step, own)])  # a restarted run repeats steps
-        for step in sorted(self.steps)[:-STEPS]:
-            del self.steps[step]
+                earlier = sorted(item for item in self.steps.items() if item[0] < step)
+                self.steps = dict([*earlier[1 - STEPS :], (step, own)])  # a restart repeats steps
         return anew or bool(lines or drawn)
 
     @property
@@ -131,6 +142,7 @@ class RunWatch:
 
     def __init__(self, run: str) -> None:
         self.name, self.home = run, None
+        self.nodes: list[NodeWatch] = []
         if names_servers(run):
             raise ConfigError(
                 f"{run} names servers, which know no losses and no steps of workers",
@@ -139,13 +151,15 @@ class RunWatch:
         if not Path(run).is_dir() and (home := launched(run)) is not None:
             self.home, record = home, home.record()
             self.directory = Path(record.directory, load_job(home.job_path).run.dir)
+            if record.engine != "here":
+                node = NodeWatch("supervisor", run, ASK_HOSTS_EVERY_S)
+                self._follow(node, partial(ask_home, home))
         else:
             self.directory = Path(run)
             job_of_run(run)  # raises ConfigError
         self.ranks: dict[int, RankWatch] = {}
-        self.nodes: list[NodeWatch] = []
         self.processes: Sequence[ProcessRow] = ()
-        self.phase, self.changed, self.version = "", 0.0, 0
+        self.phase, self.changed, self.version, self.unasked, self.committed = "", 0.0, 0, "", -1
         self.job = self._job()
         if self.home is None:
             self._follow_nodes()
@@ -161,16 +175,25 @@ class RunWatch:
         own, section = self.job.servers, self.job.parallelism
         nodes = [("server", address) for address in own.addresses]
         nodes += [("switch", switch.address) for switch in own.switches]
-        options = TcpOptions(token=token_of(own.token_file), tls=tls_of(own.cert, own.key, own.ca))
+        try:
+            options = TcpOptions(
+                token=token_of(own.token_file), tls=tls_of(own.cert, own.key, own.ca)
+            )
+            spares = TcpOptions(token=token_of(section.reducers_token_file))
+        except ConfigError as error:  # the run's files may be on another host
+            self.unasked = f"servers are not asked: {error}".partition("\nhint: ")[0]
+            return
         for role, address in nodes:
-            self._follow(NodeWatch(role, address), options)
+            ask = partial(health.ask, address_of(address), options, answer_s=ANSWER_S)
+            intervals = partial(ask, hello=health.ASK_INTERVALS, kind=list[Interval])
+            self._follow(NodeWatch(role, address), ask, intervals if role == "server" else None)
         if section.reducers:
-            options = TcpOptions(token=token_of(section.reducers_token_file))
             for address in SpareHosts(section.reducers, None, None).now():
-                self._follow(NodeWatch("spare host", address), options)
+                ask = partial(health.ask, address_of(address), spares, answer_s=ANSWER_S)
+                self._follow(NodeWatch("spare host", address), ask)
 
-    def _follow(self, node: NodeWatch, options: TcpOptions) -> None:
-        node.follow(options)
+    def _follow(self, node: NodeWatch, ask: Ask, ask_intervals: Ask | None = None) -> None:
+        node.follow(ask, ask_intervals)
         self.nodes.append(node)
 
     @property
@@ -193,30 +216,63 @@ class RunWatch:
     def _refresh_launched(self, home: RunHome) -> None:
         with suppress(RoadtrainError):
             state = home.state()
-            self.phase, self.processes = state.phase, state.processes
-            if not self.nodes:
+            self.phase, self.processes, self.committed = state.phase, state.processes, state.step
+            if not any(node.role != "supervisor" for node in self.nodes) and not self.unasked:
                 self.job = self._job()  # once the run has started, with the addresses of servers
                 self._follow_nodes()
 
     @property
     def durable(self) -> int:
         """The last step that is known to survive a crash; -1 for none."""
-        return max(self.lines.durable, mark_record(self.directory).step)
+        return max(self.lines.durable, mark_record(self.directory).step, self.committed)
+
+    @property
+    def began(self) -> float:
+        """When the processes that train were started, in seconds since 1970; 0.0 if unknown."""
+        since = [0.0, *(process.since for process in self.processes)]
+        with suppress(OSError):
+            since.append((self.directory / "job.toml").stat().st_mtime)  # written at each start
+        for store in map(Path, self.job.store.files):
+            with suppress(OSError, psutil.NoSuchProcess):
+                since += [psutil.Process(pid).create_time() for pid in [holder_of(store)] if pid]
+        return max(since)
 
     @property
     def quiet_s(self) -> float:
-        """The seconds since the last line."""
-        return time.time() - self.changed if self.changed else 0.0
+        """The seconds since the last line of this session, or since its start."""
+        return time.time() - max(self.changed, self.began)
 
     def state(self) -> str:
-        """Return "finished", "training", "stalled", or "not running"."""
+        """Return "finished", "training", "starting", "stalled", or "not running"."""
         if self.lines.step >= self.job.run.steps:
             return "finished"
         if self.phase == "ended":
             return "not running"
-        if self.changed and self.quiet_s <= max(LEAST_S, SLOW * self.lines.step_s):
+        if self.changed and time.time() - self.changed <= max(LEAST_S, SLOW * self.lines.step_s):
             return "training"
-        return "stalled" if self._is_open() else "not running"
+        if not self._is_open():
+            return "not running"
+        return "starting" if self.began > self.changed and self.quiet_s < FIRST_S else "stalled"
+
+    @property
+    def hidden(self) -> str:
+        """A sentence about files of the run that are on other hosts; "" if all are here."""
+        workers = [process for process in self.processes if process.name.startswith("worker ")]
+        away = [worker for worker in workers if int(worker.name.split()[1]) not in self.ranks]
+        if not away or len(self.nodes) == 0 or self.nodes[0].role != "supervisor":
+            return ""
+        hosts = ", ".join(sorted({worker.host for worker in away}))
+        return (
+            f"steps of {len(away)} of {len(workers)} workers: their files are on {hosts};"
+            f" `roadtrain show {self.job.run.dir}` shows them there"
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence about each thing that cannot be shown."""
+        yield from filter(None, (self.hidden, self.unasked))
+        servers = [node for node in self.nodes if node.role == "server"]
+        if servers and not any(node.intervals for node in servers):
+            yield "lanes of servers, which keep them only while they run"
 
     def _is_open(self) -> bool:
         """Return whether a process has the stores open, or workers are connected to a server."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import string
 import sys
 import threading
@@ -15,6 +14,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,8 +23,9 @@ import msgspec
 from roadtrain.config.job import Job
 from roadtrain.doctor.torch_report import TorchReport
 from roadtrain.storage.rates import StorageRates
-from roadtrain.units import show_bytes, show_rate
+from roadtrain.units import show_bytes, show_count, show_rate
 
+K = TypeVar("K")
 T = TypeVar("T")
 Level = Literal["wrong", "slow", "note"]
 FAULTS = Path(__file__).with_name("faults.toml")
@@ -43,8 +44,8 @@ class _Texts(string.Formatter):
     """Fills in the texts of faults.toml."""
 
     def format_field(self, value: Any, spec: str) -> str:
-        shows: dict[str, Callable[[Any], str]]
-        shows = {"bytes": show_bytes, "rate": show_rate, "list": ", ".join}
+        shows: dict[str, Callable[[Any], str]] = {"bytes": show_bytes, "rate": show_rate}
+        shows |= {"list": ", ".join, "devices": partial(show_count, noun="device")}
         return shows[spec](value) if spec in shows else str(super().format_field(value, spec))
 
 
@@ -88,25 +89,20 @@ class Subject:
             return ""
 
 
-class Background:
-    """Work that runs at the same time, each piece in a thread that may be left behind.
+def within(seconds: float, works: Mapping[K, Callable[[], T]]) -> dict[K, T]:
+    """Run functions at the same time, which must not raise. Returns the results that are there
+    after `seconds`.
 
     A thread that waits for a disk or a server cannot be stopped, so the threads are daemons.
     """
+    end, done = time.monotonic() + seconds, dict[K, T]()
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    def run(key: K) -> None:
+        done[key] = works[key]()
 
-    def start(self, work: Callable[[], T], late: T) -> Callable[[], T]:
-        """Start `work`, which must not raise. Returns a function that waits for the result, and
-        returns `late` if there is none at the deadline."""
-        result = queue.SimpleQueue[T]()
-        threading.Thread(target=lambda: result.put(work()), name="doctor", daemon=True).start()
-
-        def wait() -> T:
-            try:
-                return result.get(timeout=max(0.0, self._end - time.monotonic()))
-            except queue.Empty:
-                return late
-
-        return wait
+    threads = [threading.Thread(target=run, args=[key], daemon=True) for key in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return done.copy()

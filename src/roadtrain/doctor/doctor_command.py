@@ -1,9 +1,9 @@
 """`roadtrain doctor`: run all checks on this machine, and print its hardware, the part that
 roadtrain will use, and its faults.
 
-A new check is a function that takes a Subject and yields Diagnoses, a line in CHECKS, and an entry
-in faults.toml. Disks, servers and torch are measured at the same time, before all checks. A check
-or a measurement that hangs is abandoned.
+A new check is a function `check_...` of one of the modules in CHECKS, which takes a Subject and
+yields Diagnoses, and an entry in faults.toml. Disks, servers and torch are measured at the same
+time, before all checks. A check or a measurement that hangs is abandoned.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
 from roadtrain.config.job import Job, load_job
 from roadtrain.doctor import host_limits, reachable_names, software, store_directories
-from roadtrain.doctor.diagnosis import Background, Diagnosis, Subject, diagnose
+from roadtrain.doctor.diagnosis import Diagnosis, Subject, diagnose, within
+from roadtrain.doctor.reachable_names import ask_peer
+from roadtrain.doctor.store_directories import by_disk, quick_rates
 from roadtrain.doctor.torch_report import TorchReport, report_torch
+from roadtrain.environment import control_group_limit
 from roadtrain.errors import ConfigError
 from roadtrain.launch.host_report import versions
 from roadtrain.stages.host_cards import this_host
 from roadtrain.storage.direct import check_file, free_nbytes, in_ram, replace_file
 from roadtrain.storage.rates import StorageRates
 from roadtrain.transport.address import address_of
-from roadtrain.units import show_bytes, show_rate
+from roadtrain.units import show_bytes, show_count, show_rate
 
 Check = Callable[[Subject], Iterable[Diagnosis]]
 MEASURED_S = 7.5  # from the start of this process to the end of all measurements
@@ -45,28 +49,11 @@ ADDRESS = re.compile(
     r"\b(?!127\.)\d{1,3}(?:\.\d{1,3}){3}\b|\b(?:[0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}\b"
 )
 
-CHECKS: tuple[Check, ...] = (
-    software.check_versions,
-    software.check_extras,
-    software.check_torch,
-    software.check_devices,
-    host_limits.check_threads,
-    host_limits.check_processor_quota,
-    host_limits.check_memory,
-    host_limits.check_limits,
-    host_limits.check_pinning,
-    host_limits.check_shared_memory,
-    host_limits.check_leftovers,
-    host_limits.check_kernel_settings,
-    host_limits.check_kernel_cache,
-    store_directories.check_directories,
-    store_directories.check_same_disk,
-    store_directories.check_rates,
-    store_directories.check_clock,
-    reachable_names.check_interfaces,
-    reachable_names.check_names,
-    reachable_names.check_token,
-    reachable_names.check_peers,
+CHECKS: tuple[Check, ...] = tuple(
+    check
+    for module in (software, host_limits, store_directories, reachable_names)
+    for name, check in vars(module).items()
+    if name.startswith("check_")
 )
 
 
@@ -92,7 +79,8 @@ class DoctorReport(msgspec.Struct, frozen=True):
         for finding in sorted(self.findings, key=lambda finding: order.index(finding.level)):
             lines.append(f"{finding.level}: [{finding.fault}] {finding.what}")
             lines += [f"  fix: {finding.fix}"] if finding.fix else []
-        end = f"{self.alarms} finding(s) to fix" if self.alarms else "nothing is wrong"
+        count = show_count(self.alarms, "finding")
+        end = f"{count} to fix" if self.alarms else "nothing is wrong"
         return "\n".join([*lines, f"doctor: {end} ({self.seconds:.1f} s)"])
 
 
@@ -151,54 +139,49 @@ def examine(subject: Subject) -> DoctorReport:
     """Measure, and run all checks. Takes at most 10 s."""
     begin, started = time.monotonic(), time.time() - psutil.Process().create_time()
     seconds = min(MOST_S, max(LEAST_S, MEASURED_S - started))
-    background = Background(seconds)
-    torch = background.start(
-        partial(report_torch, dict(subject.environ), seconds - 0.5),
-        TorchReport(unknown="this machine is too busy"),
-    )
-    ask = partial(reachable_names.ask_peer, subject)
-    silent: float | str = f"no answer for {seconds:.1f} s"
-    answers = {peer: background.start(partial(ask, peer), silent) for peer in subject.peers}
-    on_disks = [directory for directory in subject.dirs if not in_ram(directory)]
-    rates = {
-        at: background.start(partial(store_directories.quick_rates, at), None)
-        for at, *_ in store_directories.by_disk(on_disks).values()
-    }
+    disks = by_disk(at for at in subject.dirs if not in_ram(at)).values()
+    works: dict[Hashable, Callable[[], Any]]
+    works = {at: partial(quick_rates, at) for at, *_ in disks}
+    works |= {peer: partial(ask_peer, subject, peer) for peer in subject.peers}
+    works["torch"] = partial(report_torch, dict(subject.environ), seconds - 0.5)
+    done = within(seconds, works)
+    silent = f"no answer for {seconds:.1f} s"
     subject = replace(
         subject,
-        torch=torch(),
-        rates={at: wait() for at, wait in rates.items()},
-        answers={peer: wait() for peer, wait in answers.items()},
+        torch=done.get("torch", TorchReport(unknown="this machine is too busy")),
+        rates={at: done.get(at) for at, *_ in disks},
+        answers={peer: done.get(peer, silent) for peer in subject.peers},
     )
-    found = run_checks(CHECKS, subject, Background(CHECK_S))
+    found = run_checks(CHECKS, subject, CHECK_S)
     took = round(time.monotonic() - begin, 2)
     return DoctorReport(facts(subject), uses(subject), tuple(found), took)
 
 
-def run_checks(
-    checks: Sequence[Check], subject: Subject, background: Background
-) -> list[Diagnosis]:
+def run_checks(checks: Sequence[Check], subject: Subject, seconds: float) -> list[Diagnosis]:
     """Run checks at the same time. A check that fails or hangs is reported as a note."""
-    waits = []
-    for check in checks:
-        late = [diagnose("not-checked", check=check.__name__, why="it took too long")]
-        waits.append(background.start(partial(_run, check, subject), late))
-    return [finding for wait in waits for finding in wait()]
+    done = within(seconds, {check: partial(_run, check, subject) for check in checks})
+    late = {check: [not_checked(check, "it took too long")] for check in checks}
+    return [finding for found in (late | done).values() for finding in found]
 
 
 def _run(check: Check, subject: Subject) -> list[Diagnosis]:
     try:
         return list(check(subject))
     except Exception as error:
-        return [diagnose("not-checked", check=check.__name__, why=repr(error))]
+        return [not_checked(check, repr(error))]
+
+
+def not_checked(check: Check, why: str) -> Diagnosis:
+    return diagnose("not-checked", check=check.__name__, why=why)
 
 
 def facts(subject: Subject) -> dict[str, str]:
     """Return what the machine has."""
     memory, torch = psutil.virtual_memory(), subject.torch
-    limit, quota = host_limits.memory_limit(), host_limits.processor_limit()
+    limit, quota = control_group_limit() or math.inf, host_limits.processor_limit()
     most = f"{show_bytes(limit)} of memory" if limit < memory.total else "all memory"
     share = "all" if quota == math.inf else f"{quota:.1f}"
+    threads = show_count(torch.threads, "thread")
     devices = [f"{name}, {show_bytes(total)}" for name, _, total in torch.devices]
     found = versions() | {name: software.installed(name) or "missing" for name in PACKAGES}
     out = {
@@ -207,7 +190,7 @@ def facts(subject: Subject) -> dict[str, str]:
         "memory": f"{show_bytes(memory.available)} free of {show_bytes(memory.total)}",
         "control group": f"{most}, {share} processors",
         "devices": "; ".join(devices) or torch.failure or torch.unknown or "none",
-        "torch": f"{torch.version} for {torch.built_for or 'CPUs'}, {torch.threads} thread(s)",
+        "torch": f"{torch.version or 'unknown'} for {torch.built_for or 'CPUs'}, {threads}",
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
         "network cards": "; ".join(map(str, this_host().cards)) or "none",
     }

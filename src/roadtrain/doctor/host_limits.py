@@ -14,8 +14,7 @@ import psutil
 
 import roadtrain.kernels
 from roadtrain.doctor.diagnosis import Diagnosis, Subject, diagnose
-from roadtrain.environment import local_rank_of
-from roadtrain.lab.control_groups import hierarchy, is_version_2, own_group
+from roadtrain.environment import control_group_limit, control_group_words, local_rank_of
 from roadtrain.launch.host_report import report_path
 from roadtrain.options.budgets import host_bytes_of
 from roadtrain.units import GIB, KIB, MIB, show_bytes
@@ -42,35 +41,11 @@ def check_threads(subject: Subject) -> Iterator[Diagnosis]:
         yield diagnose("affinity", level, allowed=allowed, there=there)
 
 
-def group_limits(controller: str, version_1: str, version_2: str) -> Iterator[list[str]]:
-    """Yield the content of a limit's file, split into words, for this process's control group and
-    for each group around it."""
-    root, own = hierarchy(controller), own_group(controller)
-    if root is None or own is None:
-        return
-    # in a container, the path of the group may be outside of what is mounted
-    own = own if own.is_dir() else root
-    for group in (own, *own.parents):
-        path = group / (version_2 if is_version_2(root) else version_1)
-        if path.is_file():
-            yield path.read_text().split()
-        if group == root:
-            return
-
-
-def memory_limit() -> float:
-    """Return the memory limit of the control groups in bytes, or infinity."""
-    found = group_limits("memory", "memory.limit_in_bytes", "memory.max")
-    most = psutil.virtual_memory().total * 16  # larger numbers mean: no limit
-    numbers = [int(words[0]) for words in found if words[0].isdigit()]
-    return min((n for n in numbers if n < most), default=math.inf)
-
-
 def processor_limit() -> float:
     """Return the processors that the control groups allow on average, or infinity."""
-    periods = [words[-1] for words in group_limits("cpu", "cpu.cfs_period_us", "cpu.max")]
-    quotas = [words[0] for words in group_limits("cpu", "cpu.cfs_quota_us", "cpu.max")]
-    shares = [int(q) / int(period) for q, period in zip(quotas, periods) if q.isdigit()]
+    quotas = control_group_words("cpu", "cpu.cfs_quota_us", "cpu.max")
+    periods = control_group_words("cpu", "cpu.cfs_period_us", "cpu.max")
+    shares = [int(q) / int(p) for (q, *_), (*_, p) in zip(quotas, periods) if q.isdecimal()]
     return min(shares, default=math.inf)
 
 
@@ -91,12 +66,11 @@ def budget_of(subject: Subject) -> int:
 
 
 def check_memory(subject: Subject) -> Iterator[Diagnosis]:
-    budget, limit, job = budget_of(subject), memory_limit(), subject.job
+    budget, limit, job = budget_of(subject), control_group_limit(), subject.job
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     free = memory.available
-    if limit < budget:
-        half = int(limit) // 2 // MIB
-        level = "wrong" if job else "note"
+    if limit is not None and limit < budget:
+        level, half = "wrong" if job else "note", limit // 2 // MIB
         yield diagnose("memory-limit", level, limit=limit, budget=budget, half=half)
     if job and job.budget.host and budget > free:
         yield diagnose("memory", budget=budget, free=free, half=free // 2 // MIB)
@@ -123,19 +97,19 @@ def check_limits(subject: Subject) -> Iterator[Diagnosis]:
 
 
 def check_pinning(subject: Subject) -> Iterator[Diagnosis]:
-    """Compare the limit of locked memory with the budget, and report a refused trial."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    budget, level = budget_of(subject), "note"
-    why = "nothing is pinned without an accelerator"
-    if subject.torch.unpinned:
-        level, why = "slow", subject.torch.unpinned.replace("\nhint: ", "; ")
+    """Report a refused trial of pinning, and a limit that RDMA cards will exceed."""
+    limit, budget = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], budget_of(subject)
+    text = show_bytes(limit) if limit >= 0 else "unlimited"
+    if why := subject.torch.unpinned.replace("\nhint: ", "; "):
+        yield diagnose("memlock", "slow", limit=text, budget=budget, why=why)
     elif 0 <= limit < budget and (subject.root / "sys/class/infiniband").is_dir():
-        level, why = "wrong", "RDMA cards lock all buffers"
-    elif subject.torch.devices:
-        why = f"a trial of pinning for {subject.torch.kind} succeeded nevertheless"
-    if level == "slow" or 0 <= limit < budget:
-        text = show_bytes(limit) if limit >= 0 else "unlimited"
-        yield diagnose("memlock", level, limit=text, budget=budget, why=why)
+        yield diagnose("memlock", limit=text, budget=budget, why="RDMA cards lock all buffers")
+
+
+def check_load(subject: Subject) -> Iterator[Diagnosis]:
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if subject.rates and load > processors:
+        yield diagnose("load", load=load, processors=processors)
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Diagnosis]:

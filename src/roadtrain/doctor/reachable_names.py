@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ import psutil
 from roadtrain.doctor.diagnosis import Diagnosis, Subject, diagnose
 from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError, PeerError
+from roadtrain.servers import health
 from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.networks import override
 from roadtrain.transport.address import address_of, tls_of, token_of
@@ -87,12 +87,13 @@ def _why_unreachable(name: str, value: str) -> str:
 
 
 def check_names(subject: Subject) -> Iterator[Diagnosis]:
-    several, own = several_hosts(subject), socket.gethostname()
+    if not several_hosts(subject):
+        return
+    own, leader = socket.gethostname(), subject.environ.get("MASTER_ADDR")
     if not subject.environ.get(GLOO) and (where := _why_useless(own)):
-        yield diagnose("host-name", "wrong" if several else "note", own=own, where=where)
-    master = subject.environ.get("MASTER_ADDR")
-    if several and master and (where := _why_useless(master)):
-        yield diagnose("host-name/leader", own=master, where=where)
+        yield diagnose("host-name", own=own, where=where)
+    if leader and (where := _why_useless(leader)):
+        yield diagnose("host-name/leader", own=leader, where=where)
 
 
 def _why_useless(name: str) -> str:
@@ -114,7 +115,6 @@ def ask_peer(subject: Subject, peer: str) -> float | str:
     """Ask a server for its clock. Returns the seconds by which it is ahead, or the reason why the
     server does not answer."""
     servers: Any = subject.job.servers if subject.job else None
-    health = importlib.import_module("roadtrain.servers.health")  # imports numba, in 0.7 s
     try:
         tls = tls_of(servers.cert, servers.key, servers.ca) if servers else None
         options = TcpOptions(token=token_of(subject.token_file), tls=tls)
@@ -126,6 +126,23 @@ def ask_peer(subject: Subject, peer: str) -> float | str:
 
 
 def check_peers(subject: Subject) -> Iterator[Diagnosis]:
+    own = {card.address for card in this_host().cards}
     for peer, answer in subject.answers.items():
-        if isinstance(answer, str):
+        host, port = address_of(peer)
+        here = is_local(found := resolve(host)) or own & {*found}
+        if not isinstance(answer, str):
+            continue
+        if here and (other := _listener(port)):
+            pid, name = other.pid, other.name()
+            yield diagnose("port", peer=peer, port=port, pid=pid, name=name)
+        else:
             yield diagnose("server", peer=peer, why=answer)
+
+
+def _listener(port: int) -> psutil.Process | None:
+    """Return the process that listens at a TCP port of this host, unless it is roadtrain's."""
+    for socket_ in psutil.net_connections("tcp"):
+        if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port and socket_.pid:
+            process = psutil.Process(socket_.pid)
+            return None if "roadtrain" in " ".join(process.cmdline()) else process
+    return None

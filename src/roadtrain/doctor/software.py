@@ -6,9 +6,11 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from roadtrain.doctor.diagnosis import Diagnosis, Subject, diagnose
 from roadtrain.sums.host_topology import ACCELERATORS, NVIDIA, functions
+from roadtrain.training.tracker_libraries import LIBRARIES
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # supported versions of Python
 NEEDED = re.compile(r"([\w.-]+)>=([\d.]+)$")
@@ -42,23 +44,26 @@ def check_versions(subject: Subject) -> Iterator[Diagnosis]:
 
 def check_extras(subject: Subject) -> Iterator[Diagnosis]:
     """Report optional packages that the job or its launcher needs and that are missing."""
-    needs, hint = {}, "pip install 'roadtrain[{}]'"
+    needs: list[tuple[str, str, str]] = []  # module, reason, extra that has it
     if job := subject.job:
-        needs["transformers"] = "[model] builds a model of transformers", hint.format("hf")
+        needs.append(("transformers", "[model] builds a model of transformers", "hf"))
         if job.data.tokenizer != "bytes":
-            needs["tokenizers"] = f"data.tokenizer is {job.data.tokenizer}", hint.format("hf")
+            needs.append(("tokenizers", f"data.tokenizer is {job.data.tokenizer}", "hf"))
         if ":" in job.optimizer.name:
-            module, why = job.optimizer.name.partition(":")[0], "optimizer.name names it"
-            needs[module] = why, "install its package, or set PYTHONPATH"
+            needs.append((job.optimizer.name.partition(":")[0], "optimizer.name names it", ""))
+        for name in job.run.report_to:
+            why = f"run.report_to has {name}"
+            needs += [(module, why, "trackers") for module in LIBRARIES[name][1]]
     if subject.environ.get("RAY_ADDRESS"):
-        needs["ray"] = "RAY_ADDRESS is set", hint.format("ray")
-    for module, (why, fix) in needs.items():
-        try:
-            there = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
-            there = False
-        if not there:
-            yield diagnose("extra", module=module, why=why, hint=fix)
+        needs.append(("ray", "RAY_ADDRESS is set", "ray"))
+    for module, why, extra in needs:
+        there = None
+        with suppress(ImportError, ValueError):
+            there = importlib.util.find_spec(module)
+        if there is None:
+            hint = f"pip install 'roadtrain[{extra}]'"
+            hint = hint if extra else "install its package, or set PYTHONPATH"
+            yield diagnose("extra", module=module, why=why, hint=hint)
 
 
 def check_torch(subject: Subject) -> Iterator[Diagnosis]:

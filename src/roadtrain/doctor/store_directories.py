@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.job import Job, files_read
@@ -20,28 +22,22 @@ from roadtrain.storage.direct import free_nbytes, in_ram
 from roadtrain.storage.lock import holder_of
 from roadtrain.storage.rates import StorageRates, storage_rates
 from roadtrain.sums.host_topology import disks_of
-from roadtrain.units import GIB, KIB, MIB
+from roadtrain.units import GIB, MIB
 
 SHM = Path("/dev/shm")  # plans keep stores in memory there on purpose
 LEAST_INODES = 1000
 SLOW_DISK = 100e6  # bytes/s, reading and writing at once; a SATA SSD has 400e6
 SKEW_S = 2.0  # seconds between two clocks
-SIZES = (256 * KIB, 4 * MIB, 64 * MIB)  # of the measured files; larger ones only on fast disks
-ENOUGH_S, MOST_S = 0.25, 3.0  # seconds of a measurement that is exact enough, and of all together
+NBYTES, EACH_S = 8 * MIB, 0.25  # size of the measured file, and seconds of each measurement
 
 
 def quick_rates(directory: Path) -> StorageRates | str:
-    """Measure a directory's rates in about a second, and in up to 3 s on a slow disk. Returns the
-    reason if it cannot be measured."""
-    begin = time.monotonic()
+    """Measure a directory's rates in about a second, or in 3 s on a slow disk. Returns the reason
+    if it cannot be measured."""
     try:
-        for nbytes in SIZES:
-            rates = storage_rates(directory, nbytes, 0.0)
-            if time.monotonic() - begin > ENOUGH_S:
-                break
-        # a disk that is always slow is slow; a busy machine is slow now and then
-        while rates.mixed < SLOW_DISK and time.monotonic() - begin < MOST_S:
-            again = storage_rates(directory, nbytes, 0.0)
+        rates = storage_rates(directory, NBYTES, EACH_S)
+        if rates.mixed < SLOW_DISK:  # a disk that is always slow is slow; a busy machine is not
+            again = storage_rates(directory, NBYTES, EACH_S)
             rates = max(rates, again, key=lambda found: found.mixed)
         return rates
     except RoadtrainError as error:
@@ -92,17 +88,12 @@ def _why_unusable(job: Job | None, run: str, at: PathReport) -> str:
 
 
 def _locked(directory: Path) -> Diagnosis:
-    pid = 0
-    for path in (directory, directory / "lock"):
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            pid = pid or holder_of(fd)
-            os.close(fd)
     holder, how = "a process in another container or on another host", "there"
-    if pid:
-        comm = Path(f"/proc/{pid}/comm")
-        name = comm.read_text().strip() if comm.exists() else "ended: a child keeps the lock"
-        holder, how = f"process {pid} ({name})", f"kill {pid}"
+    files = [path for path in (directory, directory / "lock") if path.exists()]
+    if pid := max(map(holder_of, files), default=0):
+        holder, how = f"process {pid} (ended: a child keeps the lock)", f"kill {pid}"
+        with suppress(psutil.NoSuchProcess):
+            holder = f"process {pid} ({psutil.Process(pid).name()})"
     return diagnose("lock", at=directory, holder=holder, how=how)
 
 
@@ -112,7 +103,8 @@ def _check_file_system(
     about, free = os.statvfs(store.at.exists), free_nbytes(directory)
     needs = GIB if store.job else max(needs, GIB)
     if about.f_blocks and free < needs:
-        yield diagnose("full", at=directory, free=free, needs=needs)
+        level = "" if subject.named else "note"
+        yield diagnose("full", level, at=directory, free=free, needs=needs)
     if about.f_files and about.f_favail < LEAST_INODES:
         left, total = about.f_favail, about.f_files
         yield diagnose("inodes", at=directory, free=left, total=total, needs=LEAST_INODES)
@@ -137,7 +129,7 @@ def disk_of(directory: Path) -> tuple[str, ...]:
     return tuple((disk.parent if (disk / "partition").exists() else disk).name for disk in disks)
 
 
-def by_disk(directories: Sequence[Path]) -> dict[tuple[str, ...], list[Path]]:
+def by_disk(directories: Iterable[Path]) -> dict[tuple[str, ...], list[Path]]:
     found: dict[tuple[str, ...], list[Path]] = {}
     for directory in directories:
         found.setdefault(disk_of(directory), []).append(directory)
@@ -155,7 +147,7 @@ def check_rates(subject: Subject) -> Iterator[Diagnosis]:
         if isinstance(rates, str):
             yield diagnose("not-measured", at=at, why=rates)
         elif rates is None:
-            yield diagnose("slow-disk/hangs", at=at, nbytes=SIZES[0], seconds=MOST_S)
+            yield diagnose("slow-disk/hangs", at=at, nbytes=NBYTES)
         else:
             if (rate := rates.mixed) < SLOW_DISK:
                 minutes = 30e9 / rate / 60  # AdamW with parameters in bf16: 16 bytes in, 14 out

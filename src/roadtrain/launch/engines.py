@@ -3,7 +3,6 @@ lab, or Ray. Modules are imported on first use, because Ray is optional. Does NO
 
 from __future__ import annotations
 
-import importlib
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import psutil
 
 from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.waiting import wait_until
@@ -101,15 +101,8 @@ def _has_standby(home: RunHome) -> bool:
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """Import and return a function. `target`: the text "module:function". Raises LaunchError if an
+    """Import and return a function. `target`: the text "module:function". Raises ConfigError if an
     optional dependency is not installed."""
     module, _, function = target.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as cause:
-        if not cause.name or cause.name.startswith("roadtrain"):
-            raise
-        raise LaunchError(
-            f"{cause.name} is not installed here", hint=f"pip install 'roadtrain[{cause.name}]'"
-        ) from cause
+    found: Callable[..., Any] = getattr(need(module, "ray"), function)
     return found

@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from roadtrain.chunks import ITEMSIZE, PAGE, Block, Chunk, ChunkTable
+from roadtrain.chunks import ITEMSIZE, NUMPY, PAGE, Block, Chunk, ChunkTable
 from roadtrain.errors import WireError
-from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.blocks import bit_of, divided, trained
 from roadtrain.storage.ledger import pack
@@ -432,7 +431,7 @@ def push(
     n = len(chunk.segments)
     sums = np.frombuffer(payload, np.float64, n)
     indices = np.frombuffer(payload, np.uint32, k, 8 * n)
-    kind = np.float32 if fields.dtype == "fp32" else NUMPY_OF[chunk.dtype]
+    kind = NUMPY["fp32" if fields.dtype == "fp32" else chunk.dtype]
     values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
     if k and int(indices.max()) >= chunk.numel:
         raise WireError(

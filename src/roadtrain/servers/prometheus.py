@@ -17,6 +17,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
 from roadtrain.servers import frames as m
 from roadtrain.transport.tcp import Address, TcpOptions
@@ -30,6 +31,13 @@ GAUGES = (  # the name, a field of Figures, the help text
     ("connections", "connected", "Connected workers, relays or jobs"),
     ("memory_bytes", "nbytes", "Buffers in use"),
     ("memory_budget_bytes", "budget", "Buffers that may be in use"),
+)
+COUNTER, GAUGE = "CounterMetricFamily", "GaugeMetricFamily"
+LABELED = (  # the name, the kind of metric, its label, the help text
+    ("stage_seconds", COUNTER, "stage", "Busy seconds of each stage, added up over threads"),
+    ("stage_bytes", COUNTER, "stage", "Bytes of each stage"),
+    ("waiting_for_seconds", GAUGE, "worker", "Seconds since the last sign of a late worker"),
+    ("worker_waits_seconds", GAUGE, "worker", "Seconds that a worker has waited for this process"),
 )
 
 
@@ -45,24 +53,19 @@ def exposed(
     `options`: the token and TLS certificate of the server. Raises ConfigError if the library is
     missing, the address cannot be used, or it is no loopback address and there is no token.
     """
-    try:
-        library = importlib.import_module("prometheus_client")
-    except ImportError as error:
-        raise ConfigError(
-            f"--metrics needs the package prometheus_client: {error}",
-            hint="pip install 'roadtrain[prometheus]'",
-        ) from error
+    library: Any = need("prometheus_client", "prometheus")
     numbers = library.CollectorRegistry(auto_describe=False)
     numbers.register(_Collector(status))
     app = _guarded(library.make_wsgi_app(numbers), options.token)
+    name = f"--metrics {where[0]}:{where[1]}"
     try:
         server = make_server(*where, app, _Server, _Handler)
     except OSError as error:
-        raise ConfigError(f"--metrics {where[0]}:{where[1]}: {error.strerror}") from error
+        raise ConfigError(f"{name}: {error.strerror}") from error
     if options.token is None and not ip_address(str(server.server_address[0])).is_loopback:
         server.server_close()
         raise ConfigError(
-            f"--metrics {where[0]}:{where[1]} is not a loopback address, and there is no token",
+            f"{name} is not a loopback address, and there is no token",
             hint="add --token-file, whose token Prometheus sends as a bearer token",
         )
     if options.tls is not None:
@@ -99,13 +102,12 @@ def _guarded(app: Any, token: bytes | None) -> Any:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        request.settimeout(SCRAPE_S)  # a client that stalls loses its connection (Rule 5)
-        with contextlib.suppress(OSError):  # the client has gone, stalls, or speaks no TLS
-            super().finish_request(request, client_address)
+    def handle_error(self, *_: object) -> None: ...  # a client has gone, stalls, or speaks no TLS
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_S  # a client that stalls loses its connection (Rule 5)
+
     def address_string(self) -> str:
         return str(self.client_address[0])  # without a look-up of the name
 
@@ -123,21 +125,10 @@ class _Collector:
         _, waits, seconds, figures = self._status()
         for name, field, text in GAUGES:
             yield core.GaugeMetricFamily(f"roadtrain_{name}", text, getattr(figures, field))
-        for name, text, totals in (
-            ("seconds", "Busy seconds of each stage, added up over threads", seconds),
-            ("bytes", "Bytes of each stage", figures.stage_nbytes),
-        ):
-            counter = core.CounterMetricFamily(f"roadtrain_stage_{name}", text, labels=["stage"])
-            for stage, total in totals.items():
-                counter.add_metric([stage], total)
-            yield counter
-        text = "Seconds since the last sign of a worker for which this process waits"
-        late = core.GaugeMetricFamily("roadtrain_waiting_for_seconds", text, labels=["worker"])
-        for worker, waited in figures.late.items():
-            late.add_metric([worker], waited)
-        yield late
-        text = "Seconds that a worker has waited for this process"
-        waiting = core.GaugeMetricFamily("roadtrain_worker_waits_seconds", text, labels=["worker"])
-        for worker, (waited, what) in waits.items():
-            waiting.add_metric([worker], waited if what else 0.0)
-        yield waiting
+        waited = {worker: waited if what else 0.0 for worker, (waited, what) in waits.items()}
+        all_values = (seconds, figures.stage_nbytes, figures.late, waited)
+        for (name, kind, label, text), values in zip(LABELED, all_values, strict=True):
+            family = getattr(core, kind)(f"roadtrain_{name}", text, labels=[label])
+            for key, value in values.items():
+                family.add_metric([key], value)
+            yield family

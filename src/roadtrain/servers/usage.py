@@ -5,10 +5,10 @@ Cheap enough for every step: no directory is listed, and the control group is re
 
 from __future__ import annotations
 
-import mmap
 import resource
 from collections.abc import Iterable
-from pathlib import Path
+
+import psutil
 
 from roadtrain.environment import control_group_limit, smallest
 from roadtrain.storage.direct import free_nbytes
@@ -20,7 +20,7 @@ Usage = dict[str, int | None]  # "bytes" in use; "budget", None if there is no l
 def process_usage() -> Usage:
     """Return the resident memory of this process and the smallest limit that applies to it."""
     limits = (resource.getrlimit(resource.RLIMIT_DATA)[0], control_group_limit())
-    return {"bytes": resident_nbytes(), "budget": smallest(limits)}
+    return {"bytes": psutil.Process().memory_info().rss, "budget": smallest(limits)}
 
 
 def disk_usage(tiers: Iterable[FileTier]) -> Usage:
@@ -30,7 +30,3 @@ def disk_usage(tiers: Iterable[FileTier]) -> Usage:
         used += tier.disk_nbytes
         free[tier.directory.stat().st_dev] = free_nbytes(tier.directory)
     return {"bytes": used, "budget": used + sum(free.values())}
-
-
-def resident_nbytes() -> int:
-    return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE

@@ -112,10 +112,11 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def holder_of(fd: int) -> int:
-    """Return the id of the process that has locked the file of `fd`, or 0 if it is unknown."""
+def holder_of(file: int | Path) -> int:
+    """Return the id of the process that has locked a file, or 0 if it is unknown. `file`: its path
+    or a descriptor."""
     # only the inode is compared: in containers, the device can differ from that in /proc/locks
-    held = f":{os.fstat(fd).st_ino}"
+    held = f":{os.stat(file).st_ino}"
     try:
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:

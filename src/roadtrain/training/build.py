@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from roadtrain.config.job import Job
 from roadtrain.device.choice import own_device
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import did_you_mean
-from roadtrain.training.data import Tokens, need
+from roadtrain.training.data import Tokens
 from roadtrain.training.progress import Report
 
 # keys that transformers accepts, but does not list

@@ -13,17 +13,16 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
-import importlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
 
 PIECES = 64
@@ -142,17 +141,6 @@ def _matches(path: str) -> Iterator[str]:
     wildcard = min((path.index(c) for c in "*?[" if c in path), default=len(path))
     matches = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     yield from (m for m in matches if not _NOT_TEXT & set(m[wildcard:].split(os.sep)))
-
-
-def need(package: str, extra: str) -> ModuleType:
-    """Import and return an optional package. Raises a ConfigError that names the extra of roadtrain
-    to install if the package is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as cause:
-        raise ConfigError(
-            f"{package} is not installed", hint=f"pip install 'roadtrain[{extra}]'"
-        ) from cause
 
 
 def _is_text(path: str) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from roadtrain.chunks import ParamSpec
 from roadtrain.config.job import Job, job_of_run, make_job
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
 from roadtrain.placement.job_state import persistent_buffers
 from roadtrain.retry import slow_work
@@ -29,7 +30,6 @@ from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming import plain
 from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_config
-from roadtrain.training.data import need
 from roadtrain.training.export_stages import buffer_items, export_of
 from roadtrain.training.placed_job import place_job
 from roadtrain.training.run_files import mark_of, write_job

@@ -22,12 +22,12 @@ from roadtrain.errors import ConfigError
 from roadtrain.training.metrics import committed_at
 from roadtrain.training.predicted import RECENT
 from roadtrain.training.progress import limited_by
-from roadtrain.units import show_bytes, show_rate
+from roadtrain.units import show_bytes, show_count, show_rate, show_seconds
 
 Line = dict[str, Any]
 ASSUMED_TBW = 600.0  # terabytes; a typical value in data sheets of 1 TB consumer SSDs
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
-CURVES = ("step", "loss", "grad_norm", "lr", "tokens", "seconds")
+CURVES = ("step", "loss", "grad_norm", "lr", "tokens", "seconds", "free")
 
 
 @dataclass
@@ -35,7 +35,7 @@ class RunLines:
     """The lines of one metrics file.
 
     Attributes:
-        curves: A value of each step, by name; nan where a line has none.
+        curves: A value of each step, by name; nan where a line has none. `free`: bytes on disks.
         recent: The last lines.
         seconds: The sum over all lines.
         tokens: The sum over all lines.
@@ -58,8 +58,10 @@ class RunLines:
         return run
 
     def add(self, line: Line) -> None:
+        disk = line.get("memory", {}).get("disk")  # its budget includes the free space
+        free = {} if disk is None else {"free": disk["budget"] - disk["bytes"]}
         for name, values in self.curves.items():
-            value = line.get(name)
+            value = (line | free).get(name)
             values.append(math.nan if value is None else value)
         self.recent.append(line)
         self.seconds += line["seconds"]
@@ -120,23 +122,17 @@ def wear_rows(job: Job, run: RunLines, tbw: float | None) -> list[tuple[str, str
         raise ConfigError(f"--endurance-tbw {tbw:g} is not above 0", hint="--endurance-tbw 600")
     written, devices = sum(run.nbytes[name] for name in WRITES), len(job.store.files)
     rate = written / run.seconds if written else 0.0
-    directories = f"{show_bytes(written)} to {devices} directories"
-    out = [("written so far", f"{directories}, {show_rate(rate)} while training")]
+    where = show_count(devices, "directory", "directories")
+    text = f"{show_bytes(written)} to {where}, {show_rate(rate)} while training"
+    out = [("written so far", text)]
     if rate:
         source = "assumed, set --endurance-tbw" if tbw is None else "as specified"
         rated = ASSUMED_TBW if tbw is None else tbw
         used = f"{written / devices / (rated * 1e12):.4%} of {rated:g} TBW per device ({source})"
-        lasts = show_duration(rated * 1e12 * devices / rate)
+        lasts = show_seconds(rated * 1e12 * devices / rate)
         out.append(("endurance used", f"{used}, if each directory is its own device"))
         out.append(("endurance lasts", f"{lasts} of training like this"))
     return out
-
-
-def show_duration(seconds: float) -> str:
-    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 class LineTail:

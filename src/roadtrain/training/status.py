@@ -18,7 +18,7 @@ from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import compared
 from roadtrain.training.progress import Report, describe, show_table
-from roadtrain.training.run_lines import RunLines, show_duration, wear_rows
+from roadtrain.training.run_lines import RunLines, wear_rows
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
@@ -100,7 +100,7 @@ def report_stages(run: str, report: Report) -> None:
 def rows(job: Job, run: RunLines, endurance_tbw: float | None) -> list[tuple[str, str]]:
     if not run.recent:
         return [("step", f"0 of {job.run.steps}")]
-    left = f", about {show_duration(run.left_s(job))} left" if run.step < job.run.steps else ""
+    left = f", about {show_seconds(run.left_s(job))} left" if run.step < job.run.steps else ""
     losses = sum(line["loss"] is not None for line in run.recent)
     out = [
         ("step", f"{run.step} of {job.run.steps}{left}"),

@@ -1,35 +1,39 @@
 """Trackers: log the steps of a run to tensorboard, wandb, trackio and mlflow.
 
-A thread per tracker calls its library, so a slow tracker never delays a step, and a tracker that
-fails prints one line while training goes on. `trackers/NAME.json` in the run directory names the
-tracker's run and its last step, so that a resumed run continues there. The step is recorded before
-it is logged, so that none appears twice. Steps that a library loses in a kill are logged again from
-metrics.jsonl.
+The steps are lines of a file: metrics.jsonl, or `trackers/steps.jsonl` of a custom loop. A thread
+per tracker reads it and calls the library, so a slow tracker never delays a step, and a tracker
+that fails prints one line while training goes on. `trackers/NAME.json` in the run directory names
+the tracker's run and its last step, so that a resumed run continues there. The step is recorded
+before it is logged, so that none appears twice. Steps that a library loses in a kill are logged
+again from the file.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
-import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from roadtrain.errors import ConfigError
 from roadtrain.options.names import unknown_name
 from roadtrain.servers.trace import flat_numbers
 from roadtrain.storage.direct import make_directory
+from roadtrain.training.run_lines import Line, LineTail
 from roadtrain.training.tracker_libraries import LIBRARIES, OpenRun, TrackedRun
 
 CONSTANT = ("step", "lossy", "predicted")  # keys of a line that do not change, or are the x axis
-MOST_LINES = 10_000  # a tracker that is so many lines behind is given up
 CLOSE_S = 15.0
-Line = Mapping[str, Any]
 
 
 class Trackers:
@@ -61,31 +65,38 @@ class Trackers:
         self._threads = [
             _TrackerThread(name, Path(directory), config or {}, report) for name in ours
         ]
-        self._report = report
+        self._steps, self._report = Path(directory, "trackers", "steps.jsonl"), report
 
-    def log(self, line: Line) -> None:
+    def log(self, line: Mapping[str, Any]) -> None:
         """Log the numbers of a step. Returns at once.
 
         Args:
             line: A dict with "step", such as `{"loss": loss, **optimizer.metrics()}`. Tensors must
                 have a single element; texts are ignored.
         """
-        line = {k: v.item() if hasattr(v, "item") else v for k, v in line.items()}
-        lossy = line.get("lossy", {})
+        if not self._threads:
+            return
+        begins = line["step"] == 1
+        try:
+            make_directory(self._steps.parent)
+            with open(self._steps, "wb" if begins else "ab") as file:
+                file.write(msgspec.json.encode(line, enc_hook=_plain) + b"\n")
+        except OSError as error:
+            self._report(f"{self._steps}: no further steps are logged: {error.strerror}")
+            self._threads = []
         for thread in self._threads:
-            thread.config |= {"lossy": lossy} if lossy else {}
-            thread.put(partial(iter, [line]), line["step"] - 1, exact=False)
+            thread.follow(self._steps, line["step"], 0 if begins else math.inf)
 
     def follow(self, lines: Path, committed: int) -> None:
         """Log the lines of metrics.jsonl up to the step `committed`, except those that were logged.
         If a tracker has later steps, it gets a new run."""
         for thread in self._threads:
-            thread.put(partial(thread.lines_of, lines, committed), committed, exact=True)
+            thread.follow(lines, committed, committed)
 
     def close(self) -> None:
         """Wait until all steps are logged, for at most 15 seconds. Safe to call twice."""
         for thread in self._threads:
-            thread.put(None)
+            thread.end()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(CLOSE_S)
@@ -102,6 +113,10 @@ class Trackers:
         self.close()
 
 
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
 def check_installed(names: Iterable[str]) -> None:
     """Raise ConfigError if a tracker is unknown or its library is not installed."""
     for name in names:
@@ -116,40 +131,47 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 class _TrackerThread(threading.Thread):
-    """A thread that logs to one tracker, from the first line on."""
+    """A thread that logs to one tracker, from the first call of `follow` on."""
 
     def __init__(
-        self, name: str, directory: Path, config: Line, report: Callable[[str], None]
+        self, name: str, directory: Path, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self._library, self._directory, self._report = name, directory, report
-        self.config = dict(config)  # read when the first line arrives
-        # functions that return lines, with the step that training has certainly done; None: the end
-        self._queue: queue.Queue[tuple[Any, int, bool] | None] = queue.Queue(MOST_LINES)
+        self._library, self._report = LIBRARIES[name][0], report
         self._path = directory / "trackers" / f"{name}.json"
-        self._run, self._last = uuid.uuid4().hex[:12], 0
-        self._is_behind = False  # whether a line was left out
-        self._offset = 0  # in the file that `lines_of` follows
+        self._run = TrackedRun(directory, uuid.uuid4().hex[:12], 0, config)
+        self._last, self._committed, self._ends = 0, 0, False
+        self._news = threading.Event()
+        self._waiting: deque[Line] = deque()  # lines that are not committed
         self._open: OpenRun | None = None
 
-    def put(self, lines: Any, done: int = 0, *, exact: bool = False) -> None:
-        """Queue a function that returns lines. `exact`: whether the run has no step after
-        `done`."""
-        if self.ident is None and lines is not None:
+    def follow(self, lines: Path, committed: int, most: float) -> None:
+        """Log the lines up to `committed`. `most`: a step that the run cannot have exceeded when
+        this is called first."""
+        self._committed = committed
+        if self.ident is None:
+            self._tail, self._most = LineTail(lines), most
             self.start()
-        try:
-            self._queue.put_nowait(None if lines is None else (lines, done, exact))
-        except queue.Full:  # also after a failure, when nothing empties the queue
-            # lines of a file can be read later
-            if self.is_alive() and not exact and not self._is_behind:
-                self._is_behind = True
-                self._report(f"{self.name}: {MOST_LINES} steps behind, so steps are left out")
+        self._news.set()
+
+    def end(self) -> None:
+        self._ends = True
+        self._news.set()
 
     def run(self) -> None:
         try:
-            self._load()
-            while (item := self._queue.get()) is not None:
-                self._log(*item)
+            make_directory(self._path.parent)
+            with suppress(FileNotFoundError):
+                state = json.loads(self._path.read_bytes())
+                if state["step"] <= self._most:
+                    self._last = state["step"]
+                    self._run = replace(self._run, id=state["run"], last=self._last)
+            ends = False
+            while not ends:
+                self._news.wait()
+                self._news.clear()
+                ends = self._ends
+                self._log_lines()
             if self._open is not None:
                 self._open.close()
         except BaseException as error:  # whatever a library raises, training goes on
@@ -159,48 +181,30 @@ class _TrackerThread(threading.Thread):
                 f" {type(error).__name__}: {text}"
             )
 
-    def _load(self) -> None:
-        make_directory(self._path.parent)
-        if self._path.exists():
-            state = json.loads(self._path.read_text())
-            self._run, self._last = state["run"], state["step"]
+    def _log_lines(self) -> None:
+        anew, lines = self._tail.read()
+        self._waiting = deque(lines) if anew else self._waiting + deque(lines)
+        while self._waiting and self._waiting[0]["step"] <= self._committed:
+            line = self._waiting.popleft()
+            if self._open is None:
+                self._open = self._opened(line.get("lossy", {}))
+            if line["step"] > self._last:
+                self._record(line["step"])
+                numbers = flat_numbers({k: v for k, v in line.items() if k not in CONSTANT})
+                if line.get("seconds") and "tokens" in line:
+                    numbers["tokens_per_s"] = line["tokens"] / line["seconds"]
+                self._open.log(self._last, numbers)
 
-    def _save(self) -> None:
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({"run": self._run, "step": self._last}))
+    def _record(self, step: int) -> None:
+        self._last, new = step, self._path.with_suffix(".new")
+        new.write_text(json.dumps({"run": self._run.id, "step": step}))
         new.replace(self._path)
 
-    def _log(self, lines: Callable[[], Iterator[Line]], done: int, exact: bool) -> None:
-        if self._open is None and self._last > done and (exact or not done):
-            self._run, self._last = uuid.uuid4().hex[:12], 0
-        if self._open is None:
-            self._save()  # a library may create its run long before it logs a step
-            self._open = self._opened()
-        for line in lines():
-            if line["step"] <= self._last:
-                continue
-            self._last = line["step"]
-            self._save()
-            numbers = flat_numbers({k: v for k, v in line.items() if k not in CONSTANT})
-            if line.get("seconds") and "tokens" in line:
-                numbers["tokens_per_s"] = line["tokens"] / line["seconds"]
-            self._open.log(self._last, numbers)
-
-    def _opened(self) -> OpenRun:
-        run = TrackedRun(self._directory, self._run, self._last, self.config)
-        opened = LIBRARIES[self._library][0](run)
+    def _opened(self, lossy: Mapping[str, Any]) -> OpenRun:
+        self._record(self._last)  # a library may create its run long before it logs a step
+        config = {**self._run.config, "lossy": lossy} if lossy else self._run.config
+        opened = self._library(replace(self._run, config=config))
         if opened.last is not None:
             self._last = min(self._last, opened.last)
         self._report(f"{self.name}: {opened.where}")
         return opened
-
-    def lines_of(self, path: Path, committed: int) -> Iterator[Line]:
-        """Yield the next lines of metrics.jsonl up to the step `committed`."""
-        with open(path, "rb") as file:
-            file.seek(self._offset)
-            for raw in file:
-                # a line without an end is still being written
-                if not raw.endswith(b"\n") or (line := json.loads(raw))["step"] > committed:
-                    return
-                self._offset += len(raw)
-                yield line

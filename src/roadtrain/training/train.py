@@ -38,9 +38,7 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
         with (
             opened(job, report) as run,
             stop.on_signals(run.report),
-            Trackers(
-                job.run.report_to, job.run_dir, {**as_tree(job), "lossy": job.lossy}, run.report
-            ) as trackers,
+            Trackers(job.run.report_to, job.run_dir, as_tree(job), run.report) as trackers,
         ):
             if job.data.held_out:  # refuse before training
                 run.tokens.held_out_rows(job.data.batch_size, job.data.seq_len)

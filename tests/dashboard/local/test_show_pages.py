@@ -121,6 +121,21 @@ def background(page: Any) -> str:
     return str(page.execute_script(script))
 
 
+def plot_colors(page: Any) -> tuple[str, str]:
+    """The color of a title, and that of the middle pixel of a drawn figure."""
+    script = """
+    const find = (node) => [...node.querySelectorAll("*")].flatMap(
+        (child) => [child, ...(child.shadowRoot ? find(child.shadowRoot) : [])])
+    const canvas = find(document).find((node) => node.tagName == "CANVAS" && node.width > 100)
+    const pixel = canvas.getContext("2d").getImageData(5, 5, 1, 1).data
+    const title = Bokeh.index.find_one_by_id(
+        Bokeh.documents[0].get_model_by_name("loss").title.id)
+    return [title.visuals.text.get_text_color(), [...pixel].slice(0, 3)]
+    """
+    color, pixel = page.execute_script(script)
+    return color, f"rgb({', '.join(map(str, pixel))})"
+
+
 def test_every_panel_of_a_finished_run(run: Path, page: Any) -> None:
     with shown(run, "--endurance-tbw", "300") as url:
         open_page(page, url)
@@ -156,16 +171,16 @@ def test_light_and_dark(run: Path, page: Any) -> None:
     with shown(run) as url:
         open_page(page, url)
         assert background(page) == "rgb(255, 255, 255)"
+        assert plot_colors(page) == ("rgb(26, 28, 30)", "rgb(255, 255, 255)")
         open_page(page, url + "?theme=dark")
         assert background(page) == "rgb(21, 25, 28)"
-        title = page.execute_script(
-            "return Bokeh.documents[0].get_model_by_name('loss').title.text_color"
-        )
-        assert title == "#E0E0E0"
+        assert plot_colors(page) == ("rgb(230, 232, 234)", "rgb(21, 25, 28)")
         with browser(dark=True) as night:
             open_page(night, url)
-            wait_for(lambda: background(night) == "rgb(21, 25, 28)")
-            assert night.current_url.endswith("?theme=dark")
+            assert background(night) == "rgb(21, 25, 28)"
+            assert plot_colors(night) == ("rgb(230, 232, 234)", "rgb(21, 25, 28)")
+            open_page(night, url + "?theme=light")
+            assert background(night) == "rgb(255, 255, 255)"
     with shown(run, "--theme", "dark") as url:
         open_page(page, url)
         assert background(page) == "rgb(21, 25, 28)"
@@ -284,7 +299,6 @@ def test_a_run_is_followed_and_a_stopped_server_is_seen(page: Any, tmp_path: Pat
 
 
 @pytest.mark.alone
-@pytest.mark.xfail(reason="missed: 1.1 s on two cores, where the goal is 1 s", strict=False)
 def test_ten_thousand_steps_and_64_hosts_are_drawn_in_a_second(page: Any, tmp_path: Path) -> None:
     job = JOB.format(home=tmp_path).replace("steps = 12", "steps = 10000")
     write_large_run(tmp_path / "large", job, 10_000, 64)

@@ -10,14 +10,16 @@ import shutil
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.json import encode
 
-from roadtrain import cli
+from roadtrain import cli, environment
 from roadtrain.config.cluster import Host
-from roadtrain.dashboard import tables
+from roadtrain.dashboard import alerts as module
+from roadtrain.dashboard import watch
 from roadtrain.dashboard.alerts import LaneRate, alerts, busy_seconds, lane_rates, limit_line
 from roadtrain.dashboard.watch import NodeWatch, RunWatch
 from roadtrain.errors import ConfigError
@@ -25,6 +27,13 @@ from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
 from roadtrain.servers.trace import Interval
 from roadtrain.training.timeline import TimelineLine
 from tests.support.large_run import write_large_run
+
+drawing = pytest.importorskip("roadtrain.dashboard.drawing", reason="no bokeh")
+
+
+def part(name: str, run: RunWatch | None, found: Any = ()) -> str:
+    return str(drawing.part(name, run, found, None))
+
 
 JOB = """
 [run]
@@ -56,11 +65,13 @@ def test_a_run_that_trains_has_no_alert(directory: Path) -> None:
     assert run.state() == "training" and run.durable == 59 and [*run.ranks] == [0, 1]
     assert alerts(run, lane_rates(run, None)) == []
     assert limit_line(run) == "limited by computing"
-    assert "about" not in tables.top(run, []) and "20 s left" in tables.top(run, [])
+    assert "about" not in part("top", run) and "20 s left" in part("top", run)
 
 
 # Rule 5
-def test_a_stalled_run_and_a_run_that_does_not_run(directory: Path) -> None:
+def test_a_stalled_run_and_a_run_that_does_not_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = time.time() - 60
     for path in directory.iterdir():
         os.utime(path, (old, old))
@@ -70,6 +81,14 @@ def test_a_stalled_run_and_a_run_that_does_not_run(directory: Path) -> None:
     fd = os.open(store, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     run = RunWatch(str(directory))
+    # this process has just opened the store, so a first step is not late yet
+    assert run.state() == "starting" and alerts(run, []) == []
+    assert "starting: step 60 of 100" in part("top", run)
+    monkeypatch.setattr(watch, "FIRST_S", 0.0)
+    assert run.state() == "stalled" and alerts(run, [])[0].startswith("stalled: no new step for ")
+    monkeypatch.undo()
+    began = SimpleNamespace(create_time=lambda: old - 60)
+    monkeypatch.setattr(watch.psutil, "Process", lambda pid: began)
     assert run.state() == "stalled"
     assert alerts(run, []) == ["stalled: no new step for 60 s, a step takes 500 ms"]
     os.close(fd)
@@ -88,6 +107,26 @@ def test_a_disk_that_is_nearly_full(directory: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     (alert,) = alerts(RunWatch(str(directory)), [])
     assert alert.startswith("disk full soon: 1.0 GiB of 100.0 GiB are free at ")
+
+
+def test_a_disk_that_fills_before_the_run_ends(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:  # 40 steps, of 0.5 s each, are left
+        line["memory"]["disk"] = {"bytes": line["step"] << 30, "budget": 70 << 30}
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    run = RunWatch(str(directory))
+    assert alerts(run, []) == []  # too short for a trend
+    monkeypatch.setattr(module, "TREND_S", 10.0)
+    assert alerts(run, []) == [
+        "disk full soon: 10.0 GiB are free, enough for 5.08 s at the rate of the last 30 s, but"
+        " training takes 20 s more"
+    ]
+    for line in lines:
+        line["memory"]["disk"]["budget"] = 1 << 50
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert alerts(RunWatch(str(directory)), []) == []
 
 
 def test_a_slow_disk_beside_others_or_its_probed_rate(directory: Path) -> None:
@@ -115,7 +154,7 @@ def test_silent_nodes_and_ended_processes(directory: Path) -> None:
     assert silent.startswith("server 10.0.0.9:7000 has not answered for 5.")
     assert silent.endswith("s (connection refused)")
     assert ended == "worker 1 on b is ended"
-    state = tables.durability(run)
+    state = part("state", run)
     assert "has not answered for 5." in state and "ended on b" in state
 
 
@@ -140,13 +179,38 @@ def test_a_launched_run_is_found_by_its_name(
         assert run.directory == directory and run.state() == "training"
         assert [node.address for node in run.nodes] == ["127.0.0.1:1"]
         assert alerts(run, []) == ["s 0 on b is waiting"]
-        shown = tables.durability(run)
+        shown = part("state", run)
         assert "running on a" in shown and "waiting on b" in shown
     finally:
         run.close()
     home.write_ended(1, "failed")
     run.refresh()
     assert run.state() == "not running" and alerts(run, []) == []
+
+
+def test_a_launched_run_whose_files_are_on_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = RunHome.of("far")
+    home.path.mkdir(parents=True)
+    job = JOB.format(home="/far/away") + '[servers]\naddresses = ["10.9.9.9:1"]\n'
+    record = LaunchRecord(name="far", engine="ray", launched=0.0, directory="/")
+    home.write(record, "", job + 'token_file = "/far/away/token"\n')
+    rows = tuple(ProcessRow(f"worker {i}", f"host{i}", "running", 0, 0.0) for i in range(2))
+    home.write_state(RunState(phase="going", step=7, processes=rows))
+    run = RunWatch("far")
+    try:
+        assert limit_line(run).startswith(
+            "steps of 2 of 2 workers: their files are on host0, host1"
+        )
+        assert "`roadtrain show /far/away/run` shows them there" in limit_line(run)
+        assert run.durable == 7 and [node.role for node in run.nodes] == ["supervisor"]
+        state = part("state", run)
+        assert "servers are not asked: " in state and "running on host1" in state
+        assert "step 7" in state
+    finally:
+        run.close()
 
 
 def test_rates_are_compared_with_those_of_the_probe() -> None:
@@ -177,7 +241,7 @@ def test_rates_are_compared_with_those_of_the_probe() -> None:
     assert found[lanes[1]].probed == pytest.approx(2 / (1 / 4e9 + 1 / 2e9) * 1.5)
     assert found[links[0]].probed == 1.25e9 and found[links[1]].probed is None
     assert all(rate.probed is None for rate in lane_rates(run, None))
-    html = tables.rates([*found.values()])
+    html = part("rates", None, [*found.values()])
     assert "not measured" in html and "4.00 GB/s" in html
 
 
@@ -186,7 +250,7 @@ def test_tables_escape_what_they_show(directory: Path) -> None:
     directory.rename(evil)
     run = RunWatch(str(evil))
     run.nodes = [NodeWatch("server", "h:1", text="<b>")]
-    shown = tables.top(run, []) + tables.durability(run) + tables.memory(run)
+    shown = part("top", run) + part("state", run) + part("memory", run)
     assert "<script" not in shown and "<b>" not in shown.replace("<b>" + "/", "").replace(
         f"<b>{'&'}", ""
     )
@@ -201,10 +265,10 @@ def test_older_runs_and_runs_without_a_step(directory: Path) -> None:
     (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in old))
     (directory / "metrics.1.jsonl").unlink()
     run = RunWatch(str(directory))
-    assert run.durable == 58 and "not recorded" in tables.memory(run)
+    assert run.durable == 58 and "not recorded" in part("memory", run)
     (directory / "metrics.jsonl").unlink()
     empty = RunWatch(str(directory))
-    assert limit_line(empty) == "no step yet" and "step 0 of 100" in tables.top(empty, [])
+    assert limit_line(empty) == "no step yet" and "step 0 of 100" in part("top", empty)
 
 
 def test_lines_that_were_dropped_are_forgotten(directory: Path) -> None:
@@ -251,13 +315,12 @@ def test_without_bokeh(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'bokeh'", name="bokeh")
 
-    monkeypatch.setattr(show.importlib, "import_module", missing)
+    monkeypatch.setattr(environment.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"bokeh is not installed[\s\S]*roadtrain\[dashboard\]"):
         show.command(str(directory))
 
 
 def test_curves_are_thinned_without_losing_their_extremes() -> None:
-    drawing = pytest.importorskip("roadtrain.dashboard.drawing", reason="no bokeh")
     steps = array("d", range(10_000))
     losses = array("d", [math.sin(step) for step in steps])
     losses[1234], losses[777] = 50.0, math.nan

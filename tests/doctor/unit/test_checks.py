@@ -178,8 +178,8 @@ RDMA = {"sys/class/infiniband/mlx5_0/node_type": "1"}
 @pytest.mark.parametrize(
     ("limit", "files", "torch", "level"),
     [
-        (64 << 10, {}, CUDA, "note"),  # CUDA pins memory whatever the limit
-        (64 << 10, {}, TorchReport("2.13.0+cpu"), "note"),
+        (64 << 10, {}, CUDA, None),  # CUDA pins memory whatever the limit
+        (64 << 10, {}, TorchReport("2.13.0+cpu"), None),
         (-1, RDMA, CUDA, None),
         (64 << 10, RDMA, CUDA, "wrong"),
         (64 << 10, {}, TorchReport("2.13.0", kind="xpu", unpinned="refused to pin"), "slow"),
@@ -283,7 +283,7 @@ def test_the_state_of_a_job_fits_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     needs = 3 * GIB
     monkeypatch.setattr(store_directories, "file_bytes", lambda _: needs)
     monkeypatch.setattr(store_directories, "free_nbytes", lambda _: 2 * GIB)
-    [finding] = store_directories.check_directories(subject(tmp_path, job=job))
+    [finding] = store_directories.check_directories(subject(tmp_path, job=job, named=True))
     assert finding.fault == "full" and "2.0 GiB are free" in finding.what
     assert "needs 3.0 GiB" in finding.what
 
@@ -378,26 +378,25 @@ def test_shared_memory_for_several_devices(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_smallest_limit_of_a_control_group_and_its_parents_counts(
+def test_the_smallest_quota_of_a_control_group_and_its_parents_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    own = tmp_path / "pod/container"
-    own.mkdir(parents=True)
-    limits = {tmp_path / "pod": (3 * GIB, 150_000), own: (None, None)}
-    for group, (memory, quota) in limits.items():
+    root, groups = tmp_path / "cgroup", tmp_path / "groups"
+    groups.write_text("0::/pod/container\n" if version == 2 else "4:cpu,cpuacct:/pod/container\n")
+    top = root if version == 2 else root / "cpu"
+    (top / "pod/container").mkdir(parents=True)
+    for group, quota in ((top / "pod", 150_000), (top / "pod/container", None)):
         if version == 1:
-            (group / "memory.limit_in_bytes").write_text(str(memory or (1 << 63) - 4096))
             (group / "cpu.cfs_quota_us").write_text(str(quota or -1))
             (group / "cpu.cfs_period_us").write_text("100000")
         else:
-            (group / "memory.max").write_text(str(memory or "max"))
             (group / "cpu.max").write_text(f"{quota or 'max'} 100000")
-    monkeypatch.setattr(host_limits, "hierarchy", lambda _: tmp_path)
-    monkeypatch.setattr(host_limits, "own_group", lambda _: own)
-    monkeypatch.setattr(host_limits, "is_version_2", lambda _: version == 2)
-    assert host_limits.memory_limit() == 3 * GIB and host_limits.processor_limit() == 1.5
-    # in a container, the path of the group does not exist below the mount
-    monkeypatch.setattr(host_limits, "own_group", lambda _: tmp_path / "not/mounted")
+    words = host_limits.control_group_words
+    monkeypatch.setattr(
+        host_limits, "control_group_words", lambda *names: words(*names, groups, root)
+    )
+    assert host_limits.processor_limit() == 1.5
+    groups.write_text("")
     assert host_limits.processor_limit() == float("inf")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from roadtrain import cli
 from roadtrain.doctor import doctor_command
-from roadtrain.doctor.diagnosis import Background, Diagnosis, Subject
+from roadtrain.doctor.diagnosis import Diagnosis, Subject
 from roadtrain.doctor.doctor_command import DoctorReport, run_checks, subject_of, without_names
 from roadtrain.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_text_ends_with_what_is_wrong(
         "note: [memlock] RLIMIT_MEMLOCK is 8 MiB",
         "wrong: [lock] it is locked",
         "  fix: end process 7",
-        "doctor: 1 finding(s) to fix (1.5 s)",
+        "doctor: 1 finding to fix (1.5 s)",
     ]
 
 
@@ -130,7 +130,7 @@ def test_a_check_that_fails_or_hangs_is_a_note() -> None:
         end.wait(10)
         yield WRONG
 
-    found = run_checks((fails, good, hangs), Subject((Path(),)), Background(0.2))
+    found = run_checks((fails, good, hangs), Subject((Path(),)), 0.2)
     end.set()
     assert [(finding.fault, finding.level) for finding in found] == [
         ("not-checked", "note"),

@@ -34,10 +34,7 @@ def test_a_timeline_begins_where_the_step_does() -> None:
         task("Write", 2, 3),
         task("Wait", 1, 3, where=""),
     ]
-    read, write = timeline(trace, seconds=2)
-    assert (read.name, [(bar.begin, bar.share) for bar in read.bars]) == ("ssd Read", [(0, 1)])
-    assert (write.name, [(bar.begin, bar.share) for bar in write.bars]) == (
-        "ssd Write",
-        [(0.5, 0.5)],
-    )
-    assert read.bars[0].words == "Read 3 s"
+    rows = timeline(trace, seconds=2)
+    assert [*rows] == [("ssd", "Read"), ("ssd", "Write")]
+    assert rows["ssd", "Read"] == [(0, 1, "Read 3 s")]
+    assert rows["ssd", "Write"] == [(0.5, 0.5, "Write 1 s")]

@@ -89,7 +89,7 @@ def test_only_the_token_opens_the_page() -> None:
 
 def test_clients_that_stall_do_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 5. As many as are answered at once."""
-    monkeypatch.setattr("roadtrain.servers.prometheus.SCRAPE_S", 0.5)
+    monkeypatch.setattr("roadtrain.servers.prometheus._Handler.timeout", 0.5)
     with (
         exposed(("127.0.0.1", 0), TcpOptions(), lambda line: None, lambda: STATUS) as port,
         socket.create_connection(("127.0.0.1", port)) as a,

@@ -75,7 +75,7 @@ def test_the_wear_of_ssds() -> None:
     wear = dict(wear_rows(make_job(tree), run, 1e-6))
     assert wear["written so far"] == "2.0 KiB to 2 directories, 2 kB/s while training"
     assert wear["endurance used"].startswith("0.1000% of 1e-06 TBW per device (as specified)")
-    assert wear["endurance lasts"].startswith("17 minutes")
+    assert wear["endurance lasts"].startswith("16.7 min of training")
     assert "assumed" in dict(wear_rows(make_job(tree), run, None))["endurance used"]
     assert len(wear_rows(make_job(tree), RunLines(), None)) == 1
     in_memory = make_job({**tree, "store": {"files": []}})
