@@ -1,5 +1,5 @@
 """The rank of this process, from the environment variables that torchrun sets, the identity of this
-host, and the limit of memory that a container sets. Does NOT communicate with other processes."""
+host, and the memory that it may use. Does NOT communicate with other processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from roadtrain.errors import ConfigError
 
@@ -136,3 +138,11 @@ def control_group_limit(
                 text = (place / name).read_text().strip()
                 limits.append(int(text) if text.isdecimal() else None)
     return smallest(limits)
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process may still use: what is available on this host,
+    within the limit of its control group."""
+    limit, used = control_group_limit(), psutil.Process().memory_info().rss
+    free = psutil.virtual_memory().available
+    return free if limit is None else max(0, min(free, limit - used))
