@@ -141,7 +141,8 @@ def layout(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Layout | None
     if unknown or lacks or any(key not in config for key in family.get("stated", ())):
         return None
     own = _dimensions(config, sizes, family)
-    if "sparse" in family and not (own["E"] and own["m"]):
+    active = int(config.get("num_experts_per_tok") or 0)
+    if "sparse" in family and not 0 < active <= own["E"]:
         return None
 
     def params(parts: Iterable[str], prefix: str = "") -> Params:
@@ -167,7 +168,7 @@ def layout(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Layout | None
     capped = family.get("scores_unless")
     return Layout(
         {ROOT: root, **blocks},
-        int(config.get("num_experts_per_tok") or 0),
+        active,
         own["V"],
         own["h"],
         sizes["num_attention_heads"],

@@ -90,14 +90,10 @@ class PlacedLayout:
         many = Counter(block.index for block in self.table.blocks)
         return sum(many[chunk.block] * of(chunk) for chunk in self.table.chunks)
 
-    def params(self, *, trained: bool = False) -> int:
-        """Return the number of parameters, or of trained parameters."""
-        return self.total(
-            lambda chunk: (
-                (chunk.trainable or not trained)
-                * sum(span.stop - span.start for span in chunk.spans)
-            )
-        )
+    @property
+    def params(self) -> int:
+        """The number of parameters, with those of adapters."""
+        return self.total(lambda chunk: sum(span.stop - span.start for span in chunk.spans))
 
     @cached_property
     def record_bytes(self) -> int:
