@@ -144,5 +144,5 @@ def free_memory() -> int:
     """Return the bytes of memory that this process may still use: what is available on this host,
     within the limit of its control group."""
     limit, used = control_group_limit(), psutil.Process().memory_info().rss
-    free = psutil.virtual_memory().available
+    free: int = psutil.virtual_memory().available
     return free if limit is None else max(0, min(free, limit - used))

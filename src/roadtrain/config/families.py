@@ -44,6 +44,7 @@ class Layout:
         steps: Number of tensors of the MLP's inner width that its activation function keeps, if
             the function is computed in several steps; else 0.
         scores: Whether attention keeps a matrix of tokens x tokens for each head.
+        tied: Whether the output layer uses the matrix of the embedding.
     """
 
     blocks: Mapping[str, Params]
@@ -55,18 +56,12 @@ class Layout:
     kv: int = 0
     steps: int = 0
     scores: bool = False
+    tied: bool = False
 
     @property
     def tables(self) -> list[str]:
         """Names of the root block's embedding tables."""
         return [name for name in self.blocks[ROOT] if _TABLES.search(name)]
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output layer uses the matrix of the embedding."""
-        root = self.blocks[ROOT]
-        wide = [name for name, shape in root.items() if len(shape) == 2 and shape[0] == self.vocab]
-        return len(wide) == 1 and wide[0] in self.tables
 
     def params(self, block: str) -> int:
         """Return the number of parameters of a block."""
@@ -153,7 +148,7 @@ def layout(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Layout | None
         return {f"{prefix}{n}": s for line in lines for n, s in _parameters(line, config, own)}
 
     root = params([family.get("root", "root")])
-    if not config.get("tie_word_embeddings", TIED[kind]):
+    if not (tied := bool(config.get("tie_word_embeddings", TIED[kind]))):
         root["lm_head.weight"] = own["V"], own["h"]
     blocks, prefix, common = {}, family.get("prefix", "model.layers"), family.get("layer", _LAYER)
     for i in range(sizes["num_hidden_layers"]):
@@ -176,6 +171,7 @@ def layout(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Layout | None
         own["l"] + own["t"] if own["l"] else own["k"],
         3 * slow,
         bool(drops or (capped and config.get(capped, 1) is not None)),
+        tied,
     )
 
 
@@ -269,4 +265,6 @@ def of_tensors(shapes: Mapping[str, Shape], tied: bool = False) -> Layout:
             blocks[ROOT] |= blocks.pop(name)
     tables = [s for s in blocks[ROOT].values() if len(s) == 2]
     rows, width = max(tables, key=prod, default=(0, 0))
-    return Layout(blocks, 0, rows if rows > 4 * width else 0, width)
+    vocab = rows if rows > 4 * width else 0
+    alone = vocab > 0 and sum(shape[0] == vocab for shape in tables) == 1
+    return Layout(blocks, vocab=vocab, hidden=width, tied=alone)

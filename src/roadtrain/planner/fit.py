@@ -14,7 +14,7 @@ import importlib
 import json as to_json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,9 @@ class FitRow:
         state: Where the state is: a key of STATES.
         host: Host memory of the process, by part, with the recommended budgets.
         device: Device memory by part; {} if the CPUs compute.
-        least: Memory of the host with the smallest budgets.
-        disk: Disk space, on the server if the state is there.
-        server: Least memory of the server; 0 if the state is here.
+        least_host_bytes: Memory of the host with the smallest budgets.
+        disk_bytes: Disk space, on the server if the state is there.
+        server_bytes: Least memory of the server; 0 if the state is here.
         host_budget: Recommended `host_budget`.
         unused: Bytes of it for inputs of blocks, which this batch does not need.
         device_budget: Recommended `device_budget`; None if the CPUs compute.
@@ -63,9 +63,9 @@ class FitRow:
     state: str
     host: Parts
     device: Parts
-    least: float
-    disk: float
-    server: float
+    least_host_bytes: float
+    disk_bytes: float
+    server_bytes: float
     host_budget: int
     unused: int
     device_budget: int | None
@@ -256,7 +256,7 @@ def text_of(rows: Sequence[FitRow], machine: Machine) -> str:
     head = ("training", "state", "device", "host (at least)", "disk", "tokens/s", "fits")
     measured = any(row.tokens_per_s for row in rows)
     lines = [
-        f"{training.model.name}: {show_params(placed.params())} parameters; batches of {many}"
+        f"{training.model.name}: {show_params(placed.params)} parameters; batches of {many}"
         f" sample{'s' * (many > 1)}{of}, {placed.dtype}, {placed.optimizer}",
         str(machine),
         *machine.notes,
@@ -280,13 +280,13 @@ def text_of(rows: Sequence[FitRow], machine: Machine) -> str:
         f"run     {command_of(best, machine)}",
         f"host    {parts}{spare * (best.unused > MIB)}",
     ]
-    if best.server:
-        lines.append(f"server  at least {show_bytes(best.server)} of memory")
+    if best.server_bytes:
+        lines.append(f"server  at least {show_bytes(best.server_bytes)} of memory")
     return "\n".join(lines)
 
 
 def _cells(row: FitRow) -> tuple[str, ...]:
-    there = f" and {show_bytes(row.server)} of memory there" if row.server else ""
+    there = f" and {show_bytes(row.server_bytes)} of memory there" if row.server_bytes else ""
     fast = f"at most {show_number(row.at_most)}" if row.at_most else "not measured"
     if row.tokens_per_s is not None:
         fast = " to ".join(map(show_number, row.tokens_per_s))
@@ -294,16 +294,11 @@ def _cells(row: FitRow) -> tuple[str, ...]:
         row.kind,
         "a server" if row.state == "server" else row.state,
         show_bytes(row.device_bytes) if row.device else "-",
-        f"{show_bytes(row.host_bytes)} ({show_bytes(row.least)})",
-        show_bytes(row.disk) + there if row.disk else "-",
+        f"{show_bytes(row.host_bytes)} ({show_bytes(row.least_host_bytes)})",
+        show_bytes(row.disk_bytes) + there if row.disk_bytes else "-",
         fast,
         f"no: {row.change}" if row.lacking else row.fits,
     )
-
-
-# the attributes of a row in JSON
-_WRITTEN = ("state", "lacking", "left", "change", "device", "host", "device_bytes", "host_bytes")
-_WRITTEN += ("host_budget", "device_budget", "unused", "tokens_per_s", "at_most")
 
 
 def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
@@ -312,7 +307,7 @@ def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "model": training.model.name,
-        "params": training.placed.params(),
+        "params": training.placed.params,
         "batch": training.samples,
         "tokens": training.model.shape.tokens,
         "dtype": training.placed.dtype,
@@ -322,10 +317,9 @@ def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
             {
                 "training": row.kind,
                 "fits": not row.lacking,
-                **{name: getattr(row, name) for name in _WRITTEN},
-                "least_host_bytes": row.least,
-                "disk_bytes": row.disk,
-                "server_bytes": row.server,
+                **{own.name: getattr(row, own.name) for own in fields(row)[1:]},
+                "host_bytes": row.host_bytes,
+                "device_bytes": row.device_bytes,
                 "command": command_of(row, machine),
             }
             for row in rows

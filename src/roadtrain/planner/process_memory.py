@@ -40,6 +40,7 @@ SERVER = 150 * MIB  # resident memory of a `roadtrain serve` process without buf
 DRIVER = 1500 * MIB  # host memory of an accelerator's driver and libraries; assumed
 CONTEXT = 1000 * MIB  # device memory of the driver and libraries; assumed
 SLACK = 16 * MIB  # the first slack of device.buffers.Heap
+MAPPED = 32 * MIB  # larger tensors are not in the C heap: glibc maps them
 _NOT_ADAPTED = re.compile(r"(mlp\.gate|router|shared_expert_gate)\.weight$")
 Parts = dict[str, float]  # bytes by the part of the process that needs them
 
@@ -112,8 +113,9 @@ class PlacedLayout:
     @property
     def server_bytes(self) -> int:
         """The least memory of a server for one worker, in bytes."""
-        options = {"workers": 1, "holds_gradients": True}
-        return SERVER + derive_server(self.table, self.records, 1 << 50, **options).least_bytes
+        table, records = self.table, self.records
+        found = derive_server(table, records, 1 << 50, workers=1, holds_gradients=True)
+        return SERVER + found.least_bytes
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,9 @@ class Training:
         worker, push = budgets.worker, self.placed.table.blocks[0].push_nbytes
         # `temporaries` counts torch's own gradients of the root block
         buffers = budgets.total - worker.activation_bytes - round_up(push, HUGE)
+        if budgets.records.resident_bytes >= self.placed.record_bytes:
+            # a record that is kept in memory is updated there, without a buffer
+            buffers -= budgets.records.buffers * budgets.records.buffer_bytes
         loads = self.model.transformers or self.placed.rank > 0
         host: Parts = {"libraries": LIBRARIES + TRANSFORMERS * loads, "buffers": buffers}
         if (own := worker.device) is None:
@@ -199,15 +204,17 @@ class Training:
         # the gradients of two activations, and then gradients of parameters instead of activations
         widest = max(map(max, shapes), default=0)
         block = max(saved + 2.0 * n * widest * size, saved / 2 + pushed)
-        heap = min(_heap_slack(block), 2 * kept)
+        # what the C heap may hold after blocks and the loss, if its tensors are not mapped
+        heap = _heap_slack(block + (logits if logits / 3 < MAPPED else 0.0))
+        between = min(heap, 2 * kept)
         # autograd adds the two gradients of tied embeddings in a third tensor
-        return max(logits + heap, block + root, root * (3 if layout.tied else 1))
+        return max(logits + between, block + root, root * (3 if layout.tied else 1), heap)
 
 
-def _heap_slack(block: float) -> float:
-    """Return the bytes of freed tensors that the C heap may hold between kept inputs when the loss
-    is computed: `device.buffers.Heap` doubles its slack while it returns more than half of it."""
+def _heap_slack(freed: float) -> float:
+    """Return the bytes that the C heap holds once `freed` bytes are freed after each block:
+    `device.buffers.Heap` doubles its slack until it does not return them each time."""
     slack = SLACK
-    while slack < 2 * block:
+    while slack < freed:
         slack *= 2
     return float(slack)
