@@ -27,7 +27,7 @@ from benchmarks.common.report import Report, Row
 from benchmarks.planner.fit_models import STEPS, train_placed
 from roadtrain.config.models import layout_of_config, shape_of_layout
 from roadtrain.planner.fit_inputs import FitModel, model_of
-from roadtrain.planner.process_memory import PlacedLayout, Work, process_memory
+from roadtrain.planner.process_memory import PlacedLayout, Training
 from roadtrain.units import parse_bytes, show_bytes
 
 MOST_OFF, MOST_LOW, POLL_S = 0.10, 0.05, 0.02
@@ -113,18 +113,17 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 def estimate(case: Case) -> float:
     """Return the bytes that `fit` predicts for the budget of the case."""
-    trains = case.way == "train"
     if ":" in case.way:
-        model = model_of(case.way, None, print)
+        model = model_of(case.way)
     else:
         layout = layout_of_config(case.config)
         assert layout is not None
-        model = FitModel(case.name, layout, shape_of_layout(layout, case.tokens, case.name))
-    tokens, loads = model.shape.tokens, model.transformers
-    work = Work(case.samples, tokens, not trains, loads, model.saved, model.logits)
-    placed = PlacedLayout(model.layout, rank=case.rank)
-    budgets = placed.budgets(work, case.state, parse_bytes(case.budget))
-    return process_memory(placed, work, budgets).host_bytes
+        shape = shape_of_layout(layout, case.tokens, case.name)
+        pretrained = case.name if case.way == "train" else ""
+        model = FitModel(case.name, layout, shape, pretrained=pretrained)
+    training = Training(model, PlacedLayout(model.layout, rank=case.rank), case.samples)
+    host, _ = training.memory(training.budgets(case.state, parse_bytes(case.budget)))
+    return sum(host.values())
 
 
 def measure(case: Case, home: Path) -> float:

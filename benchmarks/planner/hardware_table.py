@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from roadtrain.planner.fit import RANK, STATES, Ask, Fitting
+from roadtrain.planner.fit import RANK, evaluate
 from roadtrain.planner.fit_inputs import machine_of, model_of
-from roadtrain.planner.process_memory import PlacedLayout
+from roadtrain.planner.process_memory import PlacedLayout, Training
 
 MODELS = (
     "GPT-2-XL",
@@ -36,16 +33,16 @@ def hardware_table() -> str:
         "| | " + " | ".join(MODELS) + " |",
         "|---" * (len(MODELS) + 1) + "|",
     ]
-    models = {name: model_of(name, TOKENS, lambda note: None) for name in MODELS}
-    layouts: dict[Any, PlacedLayout] = {}
+    trainings = [
+        [Training(model, PlacedLayout(model.layout, "bf16", rank=rank)) for rank in (0, RANK)]
+        for model in (model_of(name, TOKENS) for name in MODELS)
+    ]
     for name, options in MACHINES.items():
-        fitting, cells = Fitting(machine_of(*options), layouts), []
-        for model in models.values():
-            full = Ask(model, 1, "bf16", "adamw")
-            asks = (full, replace(full, rank=RANK))
-            rows = (fitting.evaluate(ask, state) for ask in asks for state in STATES[:2])
+        machine, cells = machine_of(*options), []
+        for kinds in trainings:
+            rows = (evaluate(kind, state, machine) for kind in kinds for state in ("RAM", "SSDs"))
             row = next((row for row in rows if not row.lacking), None)
-            of_lora = "LoRA, " if row and row.ask.rank else ""
+            of_lora = "LoRA, " if row and row.training.placed.rank else ""
             cells.append(f"{of_lora}{row.state}" if row else "no")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

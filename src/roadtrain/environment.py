@@ -1,6 +1,5 @@
 """The rank of this process, from the environment variables that torchrun sets, the identity of this
-host, the limits that a container sets, and optional packages. Does NOT communicate with other
-processes."""
+host, the memory that it may use, and optional packages. Does NOT communicate with other processes."""
 
 from __future__ import annotations
 
@@ -12,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+import psutil
 
 from roadtrain.errors import ConfigError
 
@@ -159,3 +160,11 @@ def need(module: str, extra: str) -> ModuleType:
             raise
         hint = f"pip install 'roadtrain[{extra}]'"
         raise ConfigError(f"{cause.name} is not installed", hint=hint) from cause
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process may still use: what is available on this host,
+    within the limit of its control group."""
+    limit, used = control_group_limit(), psutil.Process().memory_info().rss
+    free: int = psutil.virtual_memory().available
+    return free if limit is None else max(0, min(free, limit - used))

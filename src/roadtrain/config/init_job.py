@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.models import TRANSFORMERS
+from roadtrain.config.models import TRANSFORMERS, published_config, read_config
 from roadtrain.errors import ConfigError
 from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import keys_of, meaning_of
@@ -74,46 +73,26 @@ def _model(model: str) -> dict[str, dict[str, Any]]:
 
 def _config_of(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except OSError as error:
+    if not file.is_file():
         raise ConfigError(
             f"{path} is no folder with a config.json, no config.json and no published shape",
             hint=did_you_mean(str(path), TRANSFORMERS) or "roadtrain init writes a small model",
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+        )
+    config = read_config(file)
+    if "model_type" not in config:
         raise ConfigError(f"{file} has no model_type, so it is no config of transformers")
     return config
 
 
 def _published(name: str) -> dict[str, Any]:
     """Return the transformers config of a published shape."""
-    own = TRANSFORMERS[name]
-    if name.startswith("GPT-2"):
-        sizes = {"n_layer": own.layers, "n_embd": own.hidden, "n_head": own.heads}
-        return {
-            "model_type": "gpt2",
-            **sizes,
-            "n_positions": own.positions,
-            "vocab_size": own.vocab,
-        }
-    if not own.gated or own.experts > 1 or own.latent is not None:
+    config = published_config(name)
+    if config["model_type"] != "llama" and not name.startswith("GPT-2"):
         raise ConfigError(
             f"{name} is a shape for plans: a job needs the config of its transformers model",
             hint="pass the model's folder or config.json",
         )
-    return {
-        "model_type": "llama",
-        "hidden_size": own.hidden,
-        "intermediate_size": own.ff,
-        "num_hidden_layers": own.layers,
-        "num_attention_heads": own.heads,
-        "num_key_value_heads": (own.kv or own.hidden) * own.heads // own.hidden,
-        "max_position_embeddings": own.seq_len,
-        "vocab_size": own.vocab,
-    }
+    return config
 
 
 def _commented(tree: Mapping[str, Mapping[str, Any]]) -> str:

@@ -6,14 +6,13 @@ Does not build the model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from roadtrain.config.job import Job
 from roadtrain.config.machines import PlannedModel
-from roadtrain.config.models import KEYS, ModelShape, from_config
+from roadtrain.config.models import KEYS, ModelShape, from_config, read_config
 from roadtrain.errors import ConfigError
 
 BYTES_VOCABULARY = 256  # number of different tokens of the tokenizer "bytes"
@@ -68,7 +67,6 @@ def _config_of(job: Job) -> Mapping[str, Any]:
     if not job.model.pretrained:
         return job.model.config
     try:
-        read = json.loads(Path(job.model.pretrained, "config.json").read_text())
-    except (OSError, ValueError):
+        return read_config(Path(job.model.pretrained, "config.json"))
+    except ConfigError:
         return {}
-    return read if isinstance(read, dict) else {}

@@ -297,36 +297,40 @@ def named_layout(name: str) -> Layout:
     """Return the parameters of a named model. Models that are not transformers have a parameter for
     each block. Raises ConfigError for an unknown name."""
     own = shape(name)
-    if (found := TRANSFORMERS.get(own.name)) is None:
+    if own.name not in TRANSFORMERS:
         blocks: dict[str, Params] = {
             block.name: {block.name: (block.params,)} for block in own.blocks
         }
         return Layout({ROOT: {}, **blocks})
-    h, kind = (
-        found.hidden,
-        "gpt2" if not found.gated else "mixtral" if found.experts > 1 else "llama",
-    )
-    config: dict[str, Any] = {
-        "num_hidden_layers": found.layers,
-        "hidden_size": h,
-        "num_attention_heads": found.heads,
-        "num_key_value_heads": (found.kv or h) * found.heads // h,
-        "intermediate_size": found.dense_ff or found.ff or 4 * h,
-        "moe_intermediate_size": found.ff,
-        "max_position_embeddings": found.positions,
-        "vocab_size": found.vocab,
-        "tie_word_embeddings": found.tied,
-        "num_local_experts": found.experts,
-        "num_experts_per_tok": found.active,
-        "attn_pdrop": 0.0,
-    }
-    if found.latent:
-        kind, config = "deepseek_v3", {**config, **dict(zip(LATENT, found.latent))}
-        config |= {"n_routed_experts": found.experts, "n_shared_experts": found.shared}
-        config |= {"first_k_dense_replace": found.dense}
-    made = layout({**config, "model_type": kind}, config)
+    config = published_config(own.name)
+    made = layout({**config, "attn_pdrop": 0.0}, config)
     assert made is not None, own.name
     return made
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """Return a transformers config with the sizes of a published transformer: that of GPT-2 for
+    models without a gated MLP."""
+    own = TRANSFORMERS[name]
+    config = {
+        "model_type": "llama" if own.gated else "gpt2",
+        "hidden_size": own.hidden,
+        "num_hidden_layers": own.layers,
+        "num_attention_heads": own.heads,
+        "max_position_embeddings": own.positions or own.seq_len,
+        "vocab_size": own.vocab,
+        "intermediate_size": own.dense_ff or own.ff or 4 * own.hidden,
+        "tie_word_embeddings": own.tied,
+    }
+    if own.gated:
+        config["num_key_value_heads"] = (own.kv or own.hidden) * own.heads // own.hidden
+    if own.experts > 1:
+        config |= {"model_type": "mixtral", "num_local_experts": own.experts}
+        config |= {"num_experts_per_tok": own.active, "moe_intermediate_size": own.ff}
+    if own.latent is not None:
+        config |= {"model_type": "deepseek_v3", "first_k_dense_replace": own.dense}
+        config |= {"n_shared_experts": own.shared, **dict(zip(LATENT, own.latent))}
+    return config
 
 
 def shape(name: str, **changes: Any) -> ModelShape:
@@ -440,13 +444,6 @@ def layout_of_config(config: Mapping[str, Any]) -> Layout | None:
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     if hidden % heads and not config.get("head_dim"):
         raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
-    experts = _whole(config, "num_local_experts")
-    active = _whole(config, "num_experts_per_tok")
-    if kind == "mixtral" and not 0 < active <= experts:
-        raise ConfigError(
-            f"a `mixtral` config with {experts} experts cannot have {active} active per token",
-            hint="set num_local_experts and num_experts_per_tok",
-        )
     try:
         return layout(config, found)
     except (TypeError, ValueError, OverflowError) as cause:
@@ -500,11 +497,10 @@ def sizes_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
     }
-    if kind == "gpt2":
-        found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
+    # gpt2 has an embedding row for each position; the other models need no maximum
+    optional = ("intermediate_size",) if kind == "gpt2" else ("max_position_embeddings",)
     for name, value in found.items():
-        # gpt2 has an embedding row for each position; the other models need no maximum
-        if not value and (kind == "gpt2" or name != "max_position_embeddings"):
+        if not value and name not in optional:
             raise ConfigError(
                 f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",
                 hint="a Hugging Face config.json of a transformer has one of these keys",

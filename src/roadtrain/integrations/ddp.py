@@ -22,7 +22,6 @@ import torch.distributed as dist
 from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
-from roadtrain.servers.serve import budget_of
 from roadtrain.sums.formats import format_of
 from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.spare_hosts import SpareHosts
@@ -113,7 +112,7 @@ class Summation(TensorSums):
             inside=self.local,
             rule=self.rule,
             address=self.address or own_address((master, ANY_PORT)),
-            nbytes=budget_of(self.budget),
+            nbytes=host_bytes_of(self.budget, whole=False),
             deadline_s=self.deadline_s,
             rates=self.rates,
             roots=self.roots,

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import psutil
-
 from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable, Record
+from roadtrain.environment import free_memory
 from roadtrain.errors import BudgetError
 from roadtrain.units import MIB, parse_bytes, round_up, show_bytes
 
@@ -145,8 +144,7 @@ def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
     memory, or all of it if `whole` is True."""
     if budget is not None:
         return parse_bytes(budget)
-    free = psutil.virtual_memory().available
-    return int(free if whole else free // 2)
+    return free_memory() // (1 if whole else 2)
 
 
 def buffer_for(nbytes: Iterable[int]) -> int:
@@ -347,6 +345,7 @@ class ServerBudgets:
     # workers
     answers: int
     piece_bytes: int  # size of a buffer of `pool` or `answers`
+    least_bytes: int  # the smallest budget with which the server runs
 
 
 def derive_server(
@@ -389,7 +388,7 @@ def derive_server(
     more = max(0, min(needed, left // 2 // (workers * piece)))
     pool, left = pool + more, left - more * workers * piece
     kept = RecordBudgets(buffers, record, scratch, *_kept(mine, records, left))
-    return ServerBudgets(kept, pool, answers, piece)
+    return ServerBudgets(kept, pool, answers, piece, least)
 
 
 def _largest(table: ChunkTable) -> str:

@@ -12,40 +12,49 @@ import importlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from roadtrain.config.catalogue import device_name, template
 from roadtrain.config.families import TIED, Layout, of_tensors
 from roadtrain.config.models import (
     ModelShape,
     chosen_length,
+    from_config,
     layout_of_config,
     named_layout,
     named_shape,
     read_config,
     shape_of_layout,
-    sizes_of,
 )
-from roadtrain.environment import control_group_limit
+from roadtrain.environment import control_group_limit, free_memory
 from roadtrain.errors import ConfigError
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes
 
-Report = Callable[[str], None]
 USABLE = 0.9  # fraction of a described machine's memory; the rest is the system's
 _SSD = re.compile(r"(?:(\d+)\s*x)?\s*([\d.]+\s*\w+/s)?,?\s*([\d.]+\s*\w+)?")
 
 
 @dataclass(frozen=True)
 class FitModel:
-    """A model for `fit`. `saved`: bytes per sample, with 16-bit elements, that the backward of the
-    largest block needs, if they were measured in a forward pass. `pretrained`: directory with a
-    config.json, for `roadtrain train`; "" if only place() trains this model."""
+    """A model for `fit`.
+
+    Attributes:
+        name: Name for the user.
+        layout: The parameters.
+        shape: The costs of a sample, with notes on what was assumed.
+        saved: Bytes per sample, with 16-bit elements, that the backward of the largest block needs,
+            if they were measured in a forward pass; else 0.
+        logits: Number of results per sample, if they were measured; else 0.
+        pretrained: Directory with a config.json, for `roadtrain train`; "" if only place() trains
+            this model.
+        transformers: Whether the training process imports transformers.
+        samples: Number of samples of the batch that MODULE:FUNCTION returned; else 1.
+    """
 
     name: str
     layout: Layout
@@ -54,23 +63,22 @@ class FitModel:
     logits: float = 0.0
     pretrained: str = ""
     transformers: bool = True
-
-    def with_tokens(self, tokens: int) -> FitModel:
-        """Return the model with samples of another length."""
-        if self.saved:
-            return self
-        return replace(self, shape=replace(self.shape, tokens=tokens))
+    samples: int = 1
 
 
-def model_of(name: str, seq_len: int | None, report: Report) -> FitModel:
-    """Return the model called `name`, and report assumptions. Raises ConfigError and ModelError.
+def model_of(name: str, seq_len: int | None = None) -> FitModel:
+    """Return the model called `name`. Raises ConfigError and ModelError.
 
     Args:
         name: The name of a shape, a config.json, a directory with a config.json or safetensors
             files, a safetensors file, or MODULE:FUNCTION.
-        seq_len: The number of tokens of a sample. If None, a default is used and reported.
-        report: A function that is called with each line for the user.
+        seq_len: The number of tokens of a sample. If None, a default is used, and the shape's
+            `notes` state the default.
     """
+    if not name:
+        raise ConfigError(
+            "no model is given", hint="give --model NAME, or the path of a Hugging Face config.json"
+        )
     module, _, function = name.partition(":")
     path = Path(name)
     if function and "/" not in name:
@@ -83,76 +91,50 @@ def model_of(name: str, seq_len: int | None, report: Report) -> FitModel:
     config_file = path / "config.json" if path.is_dir() else path
     has_headers = path.suffix == ".safetensors" or any(path.glob("*.safetensors"))
     if config_file.suffix == ".json" and (config_file.exists() or not has_headers):
-        model = _of_config(config_file, has_headers and path.is_dir(), seq_len, report)
-    elif has_headers:
-        layout = of_tensors(_shapes(path))
-        model = _with_length(path.stem, layout, None, seq_len, report)
-        model = replace(model, transformers=False)
-    else:
-        layout, shape = named_layout(name), named_shape(name, seq_len)
-        if shape.tokens == 1:
-            saved = max(block.saved for block in shape.blocks)
-            return FitModel(shape.name, layout, shape, saved, transformers=False)
-        model = FitModel(shape.name, layout, shape)
-        for note in shape.notes:
-            report(note)
-    return model
+        return _of_config(config_file, has_headers and path.is_dir(), seq_len)
+    if has_headers:
+        model = _of_headers(path, path.stem, seq_len)
+        return replace(model, transformers=False)
+    layout, shape = named_layout(name), named_shape(name, seq_len)
+    if shape.tokens > 1:
+        return FitModel(shape.name, layout, shape)
+    return FitModel(shape.name, layout, shape, _most_saved(shape), transformers=False)
 
 
-def _of_config(path: Path, has_headers: bool, seq_len: int | None, report: Report) -> FitModel:
+def _of_config(path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
     config = read_config(path)
-    kind, name = str(config.get("model_type") or ""), path.resolve().parent.name
+    kind, name = str(config.get("model_type") or ""), path.resolve().parent.name or str(path)
     pretrained = str(path.parent) if has_headers else str(path)
     if (layout := layout_of_config(config)) is not None:
-        longest = sizes_of(config, kind)["max_position_embeddings"]
-        model = _with_length(name, layout, longest, seq_len, report)
-        return replace(model, pretrained=pretrained)
+        shape = from_config(config, seq_len=seq_len)
+        return FitModel(name, layout, replace(shape, name=name), pretrained=pretrained)
     why = f"no formula for a `{kind}`" + " with these keys" * (kind in TIED)
     if has_headers:
-        report(f"{why}: its parameters are read from the headers of its safetensors files")
-        tied = bool(config.get("tie_word_embeddings"))
-        layout = of_tensors(_shapes(path.parent), tied)
-        length = config.get("max_position_embeddings")
-        model = _with_length(name, layout, length, seq_len, report)
-        return replace(model, pretrained=pretrained)
-    report(f"{why}: counting its modules with transformers, which takes longer")
+        model = _of_headers(path.parent, name, seq_len, config)
+        why += ": its parameters are read from the headers of its safetensors files"
+        shape = replace(model.shape, notes=(why, *model.shape.notes))
+        return replace(model, shape=shape, pretrained=pretrained)
     counting = importlib.import_module("roadtrain.planner.model_config")
     layout, shape = counting.counted(config, seq_len=seq_len, name=name)
-    for note in shape.notes:
-        report(note)
-    saved = max(block.saved for block in shape.blocks)
-    return FitModel(name, layout, shape, saved, shape.blocks[-1].logits, pretrained)
+    return FitModel(name, layout, shape, _most_saved(shape), shape.blocks[-1].logits, pretrained)
 
 
-def _with_length(
-    name: str, layout: Layout, longest: int | None, seq_len: int | None, report: Report
+def _of_headers(
+    path: Path, name: str, seq_len: int | None, config: Mapping[str, Any] | None = None
 ) -> FitModel:
-    tokens, notes = chosen_length(seq_len, longest or None)
-    for note in notes:
-        report(note)
-    return FitModel(name, layout, shape_of_layout(layout, tokens, name))
+    own = config or {}
+    shapes = {tensor: header.shape for tensor, header in open_dir(path).items()}
+    layout = of_tensors(shapes, bool(own.get("tie_word_embeddings")))
+    tokens, notes = chosen_length(seq_len, own.get("max_position_embeddings"))
+    return FitModel(name, layout, shape_of_layout(layout, tokens, name, tuple(notes)))
 
 
-def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in open_dir(path).items()}
+def _most_saved(shape: ModelShape) -> float:
+    return max(block.saved for block in shape.blocks)
 
 
 def _of_function(module: str, function: str) -> FitModel:
-    model, *args = model_of_function(module, function)
-    measure = importlib.import_module("roadtrain.planner.measure")
-    counting = importlib.import_module("roadtrain.planner.model_config")
-    samples = len(args[0]) if args else 1
-    shape = measure.shape_of(model, *args, samples=samples, name=function)
-    layout = counting.layout_of(measure.split(model), shape.hidden)
-    saved = max(block.saved for block in shape.blocks)
-    of_library = type(model).__module__.startswith("transformers.")
-    return FitModel(
-        function, layout, shape, saved, shape.blocks[-1].logits, transformers=of_library
-    )
-
-
-def model_of_function(module: str, function: str) -> tuple[Any, ...]:
-    """Return the model and the arguments that MODULE:FUNCTION returns. Raises ConfigError."""
+    """Measure the model that MODULE:FUNCTION returns. Imports torch."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as cause:
@@ -160,7 +142,20 @@ def model_of_function(module: str, function: str) -> tuple[Any, ...]:
             f"{module}:{function} does not return a model and arguments: {cause}",
             hint="give a function without arguments that returns (model, batch, ...)",
         ) from cause
-    return (model, *args)
+    measure = importlib.import_module("roadtrain.planner.measure")
+    counting = importlib.import_module("roadtrain.planner.model_config")
+    samples = len(args[0]) if args else 1
+    shape = measure.shape_of(model, *args, samples=samples, name=function)
+    layout = counting.layout_of(measure.split(model), shape.hidden)
+    return FitModel(
+        function,
+        layout,
+        shape,
+        _most_saved(shape),
+        shape.blocks[-1].logits,
+        transformers="transformers" in sys.modules,
+        samples=samples,
+    )
 
 
 @dataclass(frozen=True)
@@ -230,11 +225,10 @@ def _ssds(text: str) -> dict[str, Any]:
 
 def this_machine() -> Machine:
     """Return this machine, as the system describes it, without importing torch."""
-    free = float(psutil.virtual_memory().available)
-    notes: tuple[str, ...] = ()
-    if (limit := control_group_limit()) is not None and limit < free:
-        free, notes = float(limit), (f"the control group limits memory to {show_bytes(limit)}",)
-    machine = Machine("this machine", free, disk=float(shutil.disk_usage(".").free), notes=notes)
+    limit = control_group_limit()
+    notes = () if limit is None else (f"the control group limits memory to {show_bytes(limit)}",)
+    disk = float(shutil.disk_usage(".").free)
+    machine = Machine("this machine", float(free_memory()), disk=disk, notes=notes)
     if (found := _nvidia()) is not None:
         machine = replace(machine, device=found[0], device_bytes=found[1])
     return machine

@@ -24,9 +24,9 @@ from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.budgets import DEVICE_GRADIENTS
 from roadtrain.options.schema import flat
 from roadtrain.planner import switches
+from roadtrain.planner.fit_inputs import model_of
 from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
 from roadtrain.planner.machines_of import IN_STAGES, machines_of, why_not_run
-from roadtrain.planner.simulate import counted_modules, load_model
 from roadtrain.stages.host_ranks import check_ranks
 from roadtrain.stages.networks import ETHERNET, KINDS
 
@@ -38,11 +38,15 @@ def shape_of_job(job: Job) -> ModelShape:
     build = importlib.import_module("roadtrain.training.build")  # imports torch
     if job.model.pretrained:
         build.build_config(job)
-        return load_model(job.model.pretrained, length)
+        return model_of(job.model.pretrained, length).shape
     if "vocab_size" not in config and job.data.tokenizer != "bytes":
         raise ConfigError("the job's model has no vocab_size", hint="set model.config.vocab_size")
     built = build.build_config(with_vocabulary(job)).to_dict()
-    return counted_modules(built, seq_len=length, name=str(config["model_type"]))
+    counting = importlib.import_module("roadtrain.planner.model_config")
+    counted: ModelShape = counting.shape_of_config(
+        built, seq_len=length, name=str(config["model_type"])
+    )
+    return counted
 
 
 @dataclass(frozen=True)

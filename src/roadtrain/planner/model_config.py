@@ -16,6 +16,7 @@ for a model whose forward pass needs real data.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -133,9 +134,7 @@ def counted(
             f"{len(idle)} blocks with {nbytes / 1e9:.3g} B parameters do not run on "
             f"{'images' if half is None else 'token ids'} alone: their time is not counted"
         )
-    heads = getattr(text, "num_attention_heads", None) or 0
-    heads = heads if isinstance(heads, int) else 0
-    shape = ModelShape(name or kind, blocks, tokens, whole.hidden, heads, tuple(notes))
+    shape = ModelShape(name or kind, blocks, tokens, whole.hidden, _heads(text), tuple(notes))
     return layout_of(parts, whole.hidden, getattr(text, "vocab_size", None) or 0), shape
 
 
@@ -143,7 +142,9 @@ def layout_of(parts: Split, hidden: int, vocab: int = 0) -> Layout:
     """Return the parameters of a model that was divided into blocks."""
     blocks = {part.name: {n: tuple(p.shape) for n, p in part.params} for part in parts.blocks}
     root = {name: tuple(p.shape) for name, p in parts.root.params}
-    return Layout({ROOT: root, **blocks}, vocab=vocab, hidden=hidden)
+    uses = Counter(id(p) for _, p in parts.root.module.named_parameters(remove_duplicate=False))
+    tied = any(uses[id(p)] > 1 for _, p in parts.root.params)
+    return Layout({ROOT: root, **blocks}, vocab=vocab, hidden=hidden, tied=tied)
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -380,8 +381,7 @@ def _blocks(
         times: The number of tokens of a sample divided by the number of tokens in `whole`.
         text: The config object (of transformers) of the text model.
     """
-    heads = getattr(text, "num_attention_heads", None) or 0
-    heads = heads if isinstance(heads, int) else 0
+    heads = _heads(text)
     width = getattr(text, "head_dim", None) or (whole.hidden // heads if heads else 0)
     kv = (getattr(text, "num_key_value_heads", None) or heads) * width
     if latent := getattr(text, "kv_lora_rank", None):
@@ -423,6 +423,11 @@ def _blocks(
     first, *layers, last = whole.blocks(parts, block)
     last = replace(last, logits=whole.logits * times, attention=0.0)
     return (replace(first, attention=0.0), *layers, last)
+
+
+def _heads(text: Any) -> int:
+    heads = getattr(text, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else 0
 
 
 def _first_line(cause: Exception) -> str:

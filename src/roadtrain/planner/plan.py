@@ -4,7 +4,7 @@ this plan is best, what would make the plan faster and why other plans lost.
 If no plan fits, the exit code is 1, and the smallest change that would help is printed. `command`
 uses these functions and files:
 
-    simulate.load_model, job_plans.shape_of_job   return the shape of the model
+    fit_inputs.model_of, job_plans.shape_of_job   return the shape of the model
     search.search                                 finds the pick among the candidates
     job_plans.JobPlans.fitted                     adapts each candidate to a job
     plan_report, page                             describe the answer as text, JSON and HTML
@@ -26,6 +26,7 @@ from roadtrain.config.models import ModelShape
 from roadtrain.config.plan_file import HEADROOM, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
+from roadtrain.planner.fit_inputs import model_of
 from roadtrain.planner.job_file import steps_of, write_job_file
 from roadtrain.planner.job_keys import batch_of_job, run_name, unused_files
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
@@ -33,7 +34,7 @@ from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
 from roadtrain.planner.plan_report import answer_json, answer_text, words
 from roadtrain.planner.search import Found, SearchResult, search
-from roadtrain.planner.simulate import load_model, perfetto, write_json
+from roadtrain.planner.simulate import perfetto, write_json
 from roadtrain.retry import slow_work
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.compute import constants as named
@@ -94,7 +95,7 @@ def command(
         check_file(Path(written))
     cluster = load_cluster(cluster_file)
     loaded = load_job(job) if job else None
-    shape = load_model(model, seq_len) if loaded is None else shape_of_job(loaded)
+    shape = model_of(model, seq_len).shape if loaded is None else shape_of_job(loaded)
     of = named(constants) if constants else Constants()
     with slow_work("searching for plans"):
         answer = search(

@@ -13,13 +13,12 @@ and the gradient of the embeddings. benchmarks/planner/fit.py compares the sum w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from typing import Any
 
-from roadtrain.chunks import ITEMSIZE, ChunkTable, ParamSpec, Record, record
+from roadtrain.chunks import ITEMSIZE, Chunk, ChunkTable, ParamSpec, Record, record
 from roadtrain.config.families import ROOT, Layout
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.budgets import (
@@ -27,46 +26,28 @@ from roadtrain.options.budgets import (
     LEAST_ACTIVATIONS,
     Budgets,
     BudgetTerms,
-    DeviceBudgets,
     derive,
+    derive_server,
 )
+from roadtrain.planner.fit_inputs import FitModel
 from roadtrain.units import MIB, round_up
 
 # Resident memory of a process that has run a step of a tiny model, without buffers: torch, numba,
 # roadtrain and their code; measured with torch 2.13 on x86-64.
 LIBRARIES = 480 * MIB
 TRANSFORMERS = 110 * MIB  # what importing transformers and a model of it adds; measured
+SERVER = 150 * MIB  # resident memory of a `roadtrain serve` process without buffers; measured
 DRIVER = 1500 * MIB  # host memory of an accelerator's driver and libraries; assumed
 CONTEXT = 1000 * MIB  # device memory of the driver and libraries; assumed
 SLACK = 16 * MIB  # the first slack of device.buffers.Heap
+MAPPED = 32 * MIB  # larger tensors are not in the C heap: glibc maps them
 _NOT_ADAPTED = re.compile(r"(mlp\.gate|router|shared_expert_gate)\.weight$")
+Parts = dict[str, float]  # bytes by the part of the process that needs them
 
 
-@dataclass(frozen=True)
-class Work:
-    """The batches of a training process.
-
-    Attributes:
-        samples: Number of samples of a micro-batch.
-        tokens: Number of tokens of a sample.
-        holds: Whether updates wait for step(), as they do without `backwards_per_step`.
-        transformers: Whether the process imports transformers.
-        saved: Bytes per sample, with 16-bit elements, that the backward of the largest block
-            needs, if they were measured; else 0.
-        logits: Number of results per sample, if they were measured; else 0.
-    """
-
-    samples: int
-    tokens: int
-    holds: bool = False
-    transformers: bool = True
-    saved: float = 0.0
-    logits: float = 0.0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacedLayout:
-    """The parameters of a model in roadtrain's layout.
+    """The parameters of a model in roadtrain's layout. Blocks of equal shape are laid out once.
 
     `dtype`: dtype of parameters while they compute. `rank`: rank of the LoRA adapters on all
     matrices of the blocks; 0 trains all parameters instead.
@@ -79,7 +60,17 @@ class PlacedLayout:
 
     @cached_property
     def table(self) -> ChunkTable:
-        return ChunkTable.build([(name, self._specs(name)) for name in self.layout.blocks])
+        """The chunk table. Blocks of equal shape are the same object, whose chunks `chunks` has
+        only once."""
+        named = {name: self._specs(name) for name in self.layout.blocks}
+        keys = {
+            name: (name == ROOT, *((spec.shape, spec.group) for spec in specs))
+            for name, specs in named.items()
+        }
+        first = {key: name for name, key in reversed(keys.items())}
+        table = ChunkTable.build([(n, named[n]) for n in named if first[keys[n]] == n])
+        laid_out = {block.name: block for block in table.blocks}
+        return replace(table, blocks=tuple(laid_out[first[key]] for key in keys.values()))
 
     def _specs(self, block: str) -> list[ParamSpec]:
         params, frozen = self.layout.blocks[block], self.rank > 0
@@ -93,120 +84,137 @@ class PlacedLayout:
     @cached_property
     def records(self) -> dict[int, Record]:
         arrays = OPTIMIZERS[self.optimizer].state_nbytes // 4
-        made: dict[tuple[Any, ...], Record] = {}  # large models have many chunks of few kinds
-        out = {}
-        for chunk in self.table.chunks:
-            key = chunk.numel, chunk.dtype, chunk.trainable, len(chunk.spans)
-            if key not in made:
-                made[key] = record(chunk, arrays, min(arrays, 1))
-            out[chunk.id] = made[key]
-        return out
+        return {chunk.id: record(chunk, arrays, min(arrays, 1)) for chunk in self.table.chunks}
 
-    def params(self, *, trained: bool = False) -> int:
-        """Return the number of parameters, or of trained parameters."""
-        return sum(prod(p.shape) for p in self.table.params if p.trainable or not trained)
+    def total(self, of: Callable[[Chunk], int]) -> int:
+        """Return the sum of `of` over the chunks of all blocks."""
+        many = Counter(block.index for block in self.table.blocks)
+        return sum(many[chunk.block] * of(chunk) for chunk in self.table.chunks)
+
+    @property
+    def params(self) -> int:
+        """The number of parameters, with those of adapters."""
+        return self.total(lambda chunk: sum(span.stop - span.start for span in chunk.spans))
 
     @cached_property
+    def record_bytes(self) -> int:
+        return self.total(lambda chunk: self.records[chunk.id].nbytes)
+
+    @cached_property
+    def written_bytes(self) -> int:
+        """Bytes that the updates of a step write."""
+        return self.total(lambda chunk: chunk.trainable * self.records[chunk.id].nbytes)
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of the store's files: two slots for what an update writes, one for the rest."""
-        pairs = zip(self.table.chunks, self.records.values())
-        return sum(own.nbytes * (1 + chunk.trainable) for chunk, own in pairs)
+        return self.record_bytes + self.written_bytes
 
-    def budgets(
-        self, work: Work, state: str, host: int, device: int | None = None, directories: int = 1
-    ) -> Budgets:
-        """Divide the budgets as the run does. `state`: "RAM", "SSDs" or "server". Raises
-        BudgetError."""
-        served = state == "server"
-        terms = BudgetTerms(state != "RAM", work.holds, not served)
-        owners = tuple(range(directories)) if state == "SSDs" else ()
-        return derive(self.table, {} if served else self.records, owners, terms, host, device)
-
-    def least_budget(self, work: Work, state: str, kept: float, budgets: Budgets) -> int:
-        """Return the smallest host budget with which the job runs. In RAM there is no file for
-        inputs of blocks that do not fit, and `derive` gives them half of what is left."""
-        more = max(0, int(kept) - LEAST_ACTIVATIONS) if state == "RAM" else 0
-        return round_up(budgets.least_bytes + 2 * more, MIB)
+    @property
+    def server_bytes(self) -> int:
+        """The least memory of a server for one worker, in bytes."""
+        table, records = self.table, self.records
+        found = derive_server(table, records, 1 << 50, workers=1, holds_gradients=True)
+        return SERVER + found.least_bytes
 
 
 @dataclass(frozen=True)
-class ProcessMemory:
-    """Bytes of a process by part. `device` is empty if the CPUs compute: their memory is host
-    memory, so nothing is counted twice."""
+class Training:
+    """The training of a model with batches of `samples` samples, wherever its state is."""
 
-    host: Mapping[str, float]
-    device: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def host_bytes(self) -> float:
-        return sum(self.host.values())
+    model: FitModel
+    placed: PlacedLayout
+    samples: int = 1
 
     @property
-    def device_bytes(self) -> float:
-        return sum(self.device.values())
+    def by_train(self) -> bool:
+        """Whether `roadtrain train` can run it; otherwise place() in a script can. In a script,
+        updates wait for step(), as place() has no `backwards_per_step`."""
+        return bool(self.model.pretrained) and not self.placed.rank
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the inputs of all blocks of a micro-batch, and of the root block's last norm and
+        its results."""
+        layout, tokens = self.placed.layout, self.samples * self.model.shape.tokens
+        return tokens * layout.hidden * ITEMSIZE[self.placed.dtype] * (len(layout.blocks) + 2)
+
+    def budgets(
+        self, state: str, host: int, device: int | None = None, directories: int = 1
+    ) -> Budgets:
+        """Divide the budgets as the run does. `state`: "RAM", "SSDs" or "server". Raises
+        BudgetError."""
+        placed, served = self.placed, state == "server"
+        terms = BudgetTerms(state != "RAM", not self.by_train, not served)
+        owners = tuple(range(directories)) if state == "SSDs" else ()
+        records = {} if served else placed.records
+        # `derive` sees the records of blocks of equal shape once
+        again = placed.record_bytes - sum(own.nbytes for own in records.values())
+        more = again if state == "RAM" else 0
+        found = derive(placed.table, records, owners, terms, host - more, device)
+        resident = found.records.resident_bytes + more
+        if state == "SSDs":
+            resident = min(placed.record_bytes, host - found.total + resident)
+        divided = replace(found.records, resident_bytes=resident)
+        return replace(found, records=divided, least_bytes=found.least_bytes + more)
+
+    def least_budget(self, state: str, found: Budgets) -> int:
+        """Return the smallest host budget with which the job runs. In RAM there is no file for
+        inputs of blocks that do not fit, and `derive` gives them half of what is left."""
+        on_device = 0 if found.worker.device is None else found.worker.device.activation_bytes
+        more = max(0, self.kept - on_device - LEAST_ACTIVATIONS) if state == "RAM" else 0
+        return round_up(found.least_bytes + 2 * more, MIB)
+
+    def memory(self, budgets: Budgets) -> tuple[Parts, Parts]:
+        """Predict the peak memory of a process that trains with `budgets`: bytes of the host, and
+        of the device; {} if the CPUs compute, whose memory is the host's and counted once."""
+        worker, push = budgets.worker, self.placed.table.blocks[0].push_nbytes
+        # `temporaries` counts torch's own gradients of the root block
+        buffers = budgets.total - worker.activation_bytes - round_up(push, HUGE)
+        if budgets.records.resident_bytes >= self.placed.record_bytes:
+            # a record that is kept in memory is updated there, without a buffer
+            buffers -= budgets.records.buffers * budgets.records.buffer_bytes
+        loads = self.model.transformers or self.placed.rank > 0
+        host: Parts = {"libraries": LIBRARIES + TRANSFORMERS * loads, "buffers": buffers}
+        if (own := worker.device) is None:
+            kept = min(self.kept, worker.activation_bytes)
+            more = self.temporaries(kept)
+            return {**host, "kept inputs": kept, "temporary tensors": more}, {}
+        here = min(self.kept, own.activation_bytes)
+        host["libraries"] += DRIVER
+        host["kept inputs"] = min(self.kept - here, worker.activation_bytes)
+        buffers = own.total - own.activation_bytes - push
+        device: Parts = {"libraries": CONTEXT, "buffers": buffers, "kept inputs": here}
+        return host, {**device, "temporary tensors": self.temporaries(here)}
+
+    def temporaries(self, kept: int) -> float:
+        """Return the most bytes of temporary tensors that torch holds at once, with the gradients
+        of the root block. `kept`: bytes of kept inputs in the same memory."""
+        model, layout, size = self.model, self.placed.layout, ITEMSIZE[self.placed.dtype]
+        table, tokens = self.placed.table, model.shape.tokens
+        n, root = self.samples * tokens, float(table.blocks[0].push_nbytes)
+        # log_softmax in fp32, its gradient, and the gradient of its input
+        logits = 12.0 * (model.logits * self.samples or n * layout.vocab)
+        blocks = [name for name in layout.blocks if name != ROOT] or [ROOT]
+        largest = max(blocks, key=layout.params)
+        measured = model.saved * self.samples * size / 2
+        saved = measured or n * layout.saved(largest, tokens, size)
+        pushed = max((block.push_nbytes for block in table.blocks[1:]), default=0)
+        shapes = [shape[-2:] for shape in layout.blocks[largest].values() if len(shape) > 1]
+        # the gradients of two activations, and then gradients of parameters instead of activations
+        widest = max(map(max, shapes), default=0)
+        block = max(saved + 2.0 * n * widest * size, saved / 2 + pushed)
+        # what the C heap may hold after blocks and the loss, if its tensors are not mapped
+        heap = _heap_slack(block + (logits if logits / 3 < MAPPED else 0.0))
+        between = min(heap, 2 * kept)
+        # autograd adds the two gradients of tied embeddings in a third tensor
+        return max(logits + between, block + root, root * (3 if layout.tied else 1), heap)
 
 
-def process_memory(placed: PlacedLayout, work: Work, budgets: Budgets) -> ProcessMemory:
-    """Predict the peak memory of a process that trains with `budgets`."""
-    libraries = float(LIBRARIES + TRANSFORMERS * work.transformers)
-    # `temporaries` counts torch's own gradients of the root block
-    root = round_up(placed.table.blocks[0].push_nbytes, HUGE)
-    worker, kept = budgets.worker, kept_inputs(placed, work)
-    buffers = float(budgets.total - worker.activation_bytes)
-    if worker.device is None:
-        kept = min(kept, worker.activation_bytes)
-        parts = {"libraries": libraries, "buffers": buffers - root, "kept inputs": kept}
-        return ProcessMemory({**parts, "temporary tensors": temporaries(placed, work, kept)})
-    here = min(kept, worker.device.activation_bytes)
-    there = min(kept - here, worker.activation_bytes)
-    host = {"libraries": libraries + DRIVER, "buffers": buffers - root, "kept inputs": there}
-    device = {
-        "libraries": float(CONTEXT),
-        "buffers": float(worker.device.total - worker.device.activation_bytes)
-        - placed.table.blocks[0].push_nbytes,
-        "kept inputs": here,
-        "temporary tensors": temporaries(placed, work, here),
-    }
-    return ProcessMemory(host, device)
-
-
-def least_device_budget(device: DeviceBudgets) -> int:
-    """Return the smallest device budget with which the job runs."""
-    least = replace(device, slots=2, activation_bytes=LEAST_ACTIVATIONS)
-    return round_up(least.total, MIB)
-
-
-def kept_inputs(placed: PlacedLayout, work: Work) -> float:
-    """Return the bytes of the inputs of all blocks of a micro-batch, and of the root block's last
-    norm and its results."""
-    layout, tokens = placed.layout, float(work.samples * work.tokens)
-    return tokens * layout.hidden * ITEMSIZE[placed.dtype] * (len(layout.blocks) + 2)
-
-
-def temporaries(placed: PlacedLayout, work: Work, kept: float) -> float:
-    """Return the most bytes of temporary tensors that torch holds at once, with the gradients of
-    the root block. `kept`: bytes of kept inputs in the same memory."""
-    layout, n, size = placed.layout, work.samples * work.tokens, ITEMSIZE[placed.dtype]
-    root = float(placed.table.blocks[0].push_nbytes)
-    # log_softmax in fp32, its gradient, and the gradient of its input
-    logits = 12.0 * (work.logits * work.samples or n * layout.vocab)
-    blocks = [name for name in layout.blocks if name != ROOT] or [ROOT]
-    largest = max(blocks, key=layout.params)
-    measured = work.saved * work.samples * size / 2
-    saved = measured or n * layout.saved(largest, work.tokens, size)
-    pushed = max((block.push_nbytes for block in placed.table.blocks[1:]), default=0)
-    shapes = [shape[-2:] for shape in layout.blocks[largest].values() if len(shape) > 1]
-    # the gradients of two activations, and then gradients of parameters instead of activations
-    block = max(saved + 2.0 * n * max(map(max, shapes), default=0) * size, saved / 2 + pushed)
-    # autograd adds the two gradients of tied embeddings in a third tensor
-    heap = min(_heap_slack(block), 2 * kept)
-    return max(logits + heap, block + root, root * (3 if layout.tied else 1))
-
-
-def _heap_slack(block: float) -> float:
-    """Return the bytes of freed tensors that the C heap may hold between kept inputs when the loss
-    is computed: `device.buffers.Heap` doubles its slack while it returns more than half of it."""
+def _heap_slack(freed: float) -> float:
+    """Return the bytes that the C heap holds once `freed` bytes are freed after each block:
+    `device.buffers.Heap` doubles its slack until it does not return them each time."""
     slack = SLACK
-    while slack < 2 * block:
+    while slack < freed:
         slack *= 2
     return float(slack)

@@ -8,27 +8,19 @@ in ui.perfetto.dev. Kinds of work have the same names in the trace as in the met
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
-from roadtrain.config.models import (
-    ModelShape,
-    from_config,
-    layout_of_config,
-    named_shape,
-    read_config,
-)
+from roadtrain.config.models import ModelShape
 from roadtrain.config.plan_file import Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
-from roadtrain.planner.fit_inputs import model_of_function
+from roadtrain.planner.fit_inputs import model_of
 from roadtrain.planner.trace_events import trace_events
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.compute import constants as named
@@ -50,59 +42,6 @@ SCHEMA = 1
 UNSET = (None, "")  # values that an option has if it was not given
 # suffixes of the names of network cards and of links between switches, whose traffic is reported
 CARDS = (*(f" {kind} {way}" for kind in KINDS for way in ("out", "in")), " link")
-
-
-def load_model(name: str, seq_len: int | None = None) -> ModelShape:
-    """Return the shape of a model.
-
-    Args:
-        name: The name of a shape, a Hugging Face config.json, a directory with a config.json, or
-            MODULE:FUNCTION. The function returns a model and the arguments of the model. The first
-            argument is a batch of samples. A large model should be on the device `meta`.
-        seq_len: The number of tokens of a sample. If None, a default is used, and the shape's
-            `notes` state the default.
-
-    Raises ConfigError and ModelError.
-    """
-    if not name:
-        raise ConfigError(
-            "no model is given", hint="give --model NAME, or the path of a Hugging Face config.json"
-        )
-    module, _, function = name.partition(":")
-    if function and "/" not in name:
-        if seq_len is not None:
-            raise ConfigError(
-                f"{name} provides its own samples, so --seq-len {seq_len} would have no effect",
-                hint="omit --seq-len",
-            )
-        return _from_function(module, function)
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".json":
-        return named_shape(name, seq_len)
-    config = read_config(path)
-    installed = importlib.util.find_spec("transformers") is not None
-    exact = layout_of_config(config) is not None or not installed
-    found = (from_config if exact else counted_modules)(config, seq_len=seq_len)
-    return replace(found, name=path.resolve().parent.name or str(path))
-
-
-def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
-    """Return the shape of the model that a Hugging Face config describes, counted from its modules.
-    `more`: keyword arguments of shape_of_config. Imports torch."""
-    counting = importlib.import_module("roadtrain.planner.model_config")
-    counted: ModelShape = counting.shape_of_config(config, **more)
-    return counted
-
-
-def _from_function(module: str, function: str) -> ModelShape:
-    """Return the shape of the model that MODULE:FUNCTION returns. Imports torch."""
-    model, *args = model_of_function(module, function)
-    measured: ModelShape = importlib.import_module("roadtrain.planner.measure").shape_of(
-        model, *args, samples=len(args[0]) if args else 1, name=function
-    )
-    return measured
 
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
@@ -352,7 +291,7 @@ def command(
     """
     for written in filter(None, (json, trace)):
         check_file(Path(written))
-    cluster, shape = load_cluster(cluster_file), load_model(model, seq_len)
+    cluster, shape = load_cluster(cluster_file), model_of(model, seq_len).shape
     if plan:
         chosen = load_plan(plan)
         chosen = chosen if headroom is None else chosen.changed(headroom=headroom)

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from roadtrain.errors import ConfigError, ForeignError, LostError, RoadtrainError, WireError
+from roadtrain.options.budgets import host_bytes_of
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, routes
 from roadtrain.servers.connection import MOST_WORKERS
@@ -33,7 +32,7 @@ from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.plugins import link_options, load, plugin_names
 from roadtrain.transport.tcp import Address, TcpOptions, listen
-from roadtrain.units import parse_bytes, show_bytes
+from roadtrain.units import show_bytes
 
 Report = Callable[[str], None]
 SILENT_S = 60.0  # a session ends if a worker sends no heartbeat for so long
@@ -119,7 +118,7 @@ def command(
         return load(ROLES, "switch")(where, memory, options, xdp, expose)
     if store is None:
         return load(ROLES, "sum")(where, budget, options, formats, expose)
-    nbytes = budget_of(budget)
+    nbytes = host_bytes_of(budget, whole=False)
     every = 0 if snapshot is None else snapshot_every or EVERY
     for directory in filter(None, (store, snapshot)):
         check_directory(Path(directory))
@@ -138,11 +137,6 @@ def command(
         with expose(host.status):
             host.run()
     return 0
-
-
-def budget_of(text: str | int | None) -> int:
-    """Return the bytes of --budget, or half of the free memory if the option is not set."""
-    return parse_bytes(text) if text is not None else psutil.virtual_memory().available // 2
 
 
 def _check_switch(

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable
 
 from roadtrain.errors import BudgetError, ConfigError, LostError, WireError
+from roadtrain.options.budgets import host_bytes_of
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.servers.connection import MOST_WORKERS
 from roadtrain.servers.prometheus import Expose
-from roadtrain.servers.serve import budget_of
 from roadtrain.sums import sum_frames
 from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator
 from roadtrain.sums.protocol.reducer import RULES
@@ -140,7 +140,7 @@ def serve_sums(
     Returns:
         The exit code of the command.
     """
-    nbytes = budget_of(budget)
+    nbytes = host_bytes_of(budget, whole=False)
     if module is not None:
         try:
             importlib.import_module(module)

@@ -44,7 +44,7 @@ LATENT = {
 }
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 72}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in TIED if not FAMILIES.get(kind) or not FAMILIES[kind].experts),
+    *((kind, {}) for kind in TIED if "sparse" not in FAMILIES[kind]),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"head_dim": 32}),
     ("qwen3", {"head_dim": 8, "attention_bias": True}),

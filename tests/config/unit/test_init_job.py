@@ -86,8 +86,8 @@ def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path) -> None:
         ("GPT-3", "did you mean|no folder"),
         ("OPT-125M", "is a shape for plans"),
         ("nowhere", "no folder with a config.json"),
-        ("bad.json", "is not JSON"),
-        ("list.json", "has no model_type"),
+        ("bad.json", "cannot be parsed as JSON"),
+        ("list.json", "is not a model.s config"),
     ],
 )
 def test_other_models_are_refused(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from roadtrain import cli
 from roadtrain.config.families import TIED
 from roadtrain.config.models import ModelShape, from_config, shape
 from roadtrain.errors import ConfigError
-from roadtrain.planner import simulate
+from roadtrain.planner.fit_inputs import model_of
 from roadtrain.planner.model_config import shape_of_config
-from roadtrain.planner.simulate import load_model
 
 
 def keys(
@@ -514,15 +514,15 @@ def test_samples_longer_than_the_model() -> None:
 
 def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula is used where it is exact; otherwise the error names the model and a remedy."""
-    monkeypatch.setattr(simulate.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     for name, (kind, config, params) in PUBLISHED.items():
         if name in ("Llama-3.1-8B", "gpt-oss-20b"):
             (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
             if kind == "llama":
-                assert load_model(str(tmp_path), 1024).params == params
+                assert model_of(str(tmp_path), 1024).shape.params == params
                 continue
             with pytest.raises(ConfigError, match="parameters of a `gpt_oss`") as caught:
-                load_model(str(tmp_path))
+                model_of(str(tmp_path))
             assert "roadtrain[hf]" in caught.value.hint
 
 

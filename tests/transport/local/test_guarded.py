@@ -300,14 +300,10 @@ def test_workers_and_a_spare_host_sum_over_tls(hosts, tls, token, monkeypatch):
 def test_workers_of_several_hosts_need_a_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "two"])
     for error in meeting.run([SpareHosts((), None, None)] * 2, {1: "192.0.2.1"}):
-        with pytest.raises(
-            ConfigError, match=r"workers on 2 hosts have no token(?s:.*)token="
-        ):
+        with pytest.raises(ConfigError, match=r"workers on 2 hosts have no token(?s:.*)token="):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET), SpareHosts((), None, None)]):
-        with pytest.raises(
-            ConfigError, match="worker 0 has token, but worker 1 has no token"
-        ):
+        with pytest.raises(ConfigError, match="worker 0 has token, but worker 1 has no token"):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET, Tls(ca="x"))] * 2):
         with pytest.raises(ConfigError, match="tls without cert or ca"):
