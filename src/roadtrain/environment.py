@@ -1,5 +1,6 @@
 """The rank of this process, from the environment variables that torchrun sets, the identity of this
-host, the memory that it may use, and optional packages. Does NOT communicate with other processes."""
+host, the memory that it may use, and optional packages. Does NOT communicate with other
+processes."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from roadtrain.config.job import Job, job_of_run, load_job
 from roadtrain.errors import ConfigError, LaunchError, PeerError, RoadtrainError
 from roadtrain.launch.control_socket import ask_supervisor
 from roadtrain.launch.home import ProcessRow, RunHome
-from roadtrain.launch.host_report import is_locked, mark_record
+from roadtrain.launch.host_report import mark_record
 from roadtrain.launch.status_command import launched
 from roadtrain.servers import health
 from roadtrain.servers.trace import Interval
-from roadtrain.storage.lock import holder_of
+from roadtrain.storage.lock import holder_of, is_locked
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.run_lines import LineTail, RunLines
 from roadtrain.training.status import names_servers

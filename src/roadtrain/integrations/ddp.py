@@ -27,6 +27,7 @@ from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.sums.sums import SumSetup, connect
 from roadtrain.sums.tensor_sums import TensorSums
+from roadtrain.options.budgets import host_bytes_of
 from roadtrain.transport.address import own_address, token_of
 from roadtrain.transport.tcp import Tls
 
