@@ -117,18 +117,20 @@ class Fabric:
             separate = plan.placement.sum == "separate"
             self.sums = SimulatedSums(group.rates, extra, separate=separate)
         place = plan.placement
-        sharded = place.parameters == "device" and place.state == "split"
-        self.gathers = sharded and plan.gather == "forward" and group.replicas > 1
-        keeper, own = group.site, group.tp * group.ranks / group.replicas
+        split = place.parameters == "device" and place.state == "split"
+        self.gathers = split and plan.gather == "forward" and group.replicas > 1
+        state_site, own = group.site, group.tp * group.ranks / group.replicas
         if place.state == "server":
             assert group.server is not None
-            keeper, own = group.server, group.server_share * group.tp
-        self._keeper = keeper  # the host that keeps the state
+            state_site, own = group.server, group.server_share * group.tp
+        self._state_site = state_site  # the host that keeps the state
         # the number of parameters whose state is on one host, divided by the number of parameters
         # on one device
         self._own = own
-        self.on_files = place.state == "ssd" or (place.state == "server" and bool(keeper.host.ssds))
-        self.depth = max((ssd.depth for ssd in keeper.host.ssds), default=1)
+        self.on_files = place.state == "ssd" or (
+            place.state == "server" and bool(state_site.host.ssds)
+        )
+        self.depth = max((ssd.depth for ssd in state_site.host.ssds), default=1)
 
     # the network
 
@@ -303,11 +305,11 @@ class Fabric:
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
-        uses = self._keeper.reads(beside=place.update == "ssd")
+        uses = self._state_site.reads(beside=place.update == "ssd")
         return Cost(params * self._own * nbytes, uses)
 
     def update(self, params: float) -> Cost:
-        place, site = self.plan.placement, self._keeper
+        place, site = self.plan.placement, self._state_site
         share = self._own
         if place.update == "device":
             share = 1.0 if place.state == "device" else 1.0 / self.group.replicas
@@ -335,19 +337,19 @@ class Fabric:
         place = self.plan.placement
         copy = self.plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
         nbytes = params * self._own * (self.plan.sizes.state_bytes + copy)
-        return Cost(nbytes, self._keeper.writes(beside=place.update == "ssd"))
+        return Cost(nbytes, self._state_site.writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
         """Cost of reading parameters from files on SSDs into memory."""
         nbytes = params * self._own * self.plan.sizes.parameter_bytes
-        return Cost(nbytes, self._keeper.reads())
+        return Cost(nbytes, self._state_site.reads())
 
     def weights_share(self, params: float) -> float:
         """The fraction of the parameters that memory holds in addition to the copy in files."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
-        return nbytes <= self._keeper.host.memory / 2
+        return nbytes <= self._state_site.host.memory / 2
 
     def tax(self, cost: Cost) -> float:
         """Seconds in which devices cannot compute because they work on a transfer."""

@@ -10,15 +10,22 @@ elements, and so on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
-from roadtrain.stages.bucket_state import ShardedPieces
-from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.pieces import VALUE, Extent, Piece, PieceSource
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_split import TensorSplit
 
 CHUNK_ELEMENTS = 1 << 20  # number of elements that are read from the inner source at once
+
+
+class LocalPieces(PieceSource, Protocol):
+    """A source of the pieces of one tensor rank's parameters, which can also load them."""
+
+    def needed(self) -> list[Extent]: ...
+    def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
 class TensorPieces:
@@ -26,7 +33,7 @@ class TensorPieces:
     parameters."""
 
     def __init__(
-        self, inner: ShardedPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
+        self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
     ) -> None:
         self.inner, self.split, self.chunk_elements = inner, split, chunk_elements
         # the piece that was last read from `inner`; `extents` clears it
