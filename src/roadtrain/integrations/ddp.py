@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from roadtrain.device.choice import own_device
 from roadtrain.errors import ConfigError
+from roadtrain.options.budgets import host_bytes_of
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
 from roadtrain.sums.formats import format_of
 from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.sums.sums import SumSetup, connect
 from roadtrain.sums.tensor_sums import TensorSums
-from roadtrain.options.budgets import host_bytes_of
 from roadtrain.transport.address import own_address, token_of
 from roadtrain.transport.tcp import Tls
 
