@@ -33,11 +33,11 @@ from benchmarks.common import model420
 from benchmarks.common.report import Report, Row, within
 from benchmarks.common.rows import row
 from benchmarks.device import races, shapes
-from benchmarks.device.emulated_device import EmulatedDevice
 from benchmarks.device.gpu import CASES, gpu
 from benchmarks.device.messages import python_time
 from roadtrain.config.plan_file import PLACEMENTS, Plan
 from roadtrain.device.accelerator import accelerator_of
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.options.budgets import DEVICE_GRADIENTS, LEAST_ACTIVATIONS, derive_device
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.simulator.memory import device_bytes

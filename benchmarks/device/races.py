@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import roadtrain
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain.device.accelerator import AfterCopies, HostBuffer
 from roadtrain.errors import RoadtrainError
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.servers.worker import Worker
 from roadtrain.servers.worker_buffers import DeviceBuffers
 from roadtrain.streaming.activations import Activations

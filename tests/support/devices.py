@@ -11,8 +11,8 @@ import torch
 from torch.cuda import _sanitizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain.device.accelerator import accelerators
+from roadtrain.lab.emulated_device import EmulatedDevice
 from tests.support import toy_device
 
 # whether it has streams, and events

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain.device.accelerator import DeviceBuffer, HostBuffer
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.units import MIB
 from tests.support.models import Case, contents, place, run
 

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from benchmarks.device.emulated_device import EmulatedDevice
 from benchmarks.device.races import CASES, CHANGES, LATE_S, found_by, train
+from roadtrain.lab.emulated_device import EmulatedDevice
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import roadtrain
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain import Delay, Downcast, FanIn, Files, Memory, Servers, SwitchNode, TopK
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.job import make_job
 from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.placement.session_plan import Request, plan_session
 from roadtrain.placement.stores import store_of
 from roadtrain.training.job_options import placed_options

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import roadtrain
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain import TopK
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.servers.protocol import messages
 from tests.support.models import Case, Net, contents, new_scaler, place, run
 

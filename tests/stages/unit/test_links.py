@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_networks import Ranks, holmes
 
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain.errors import DeadlineError
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.stages import data_group, links, process_groups
 from roadtrain.stages.networks import CONTROL, choose_networks
 from roadtrain.stages.parallelism import Parallelism

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain.errors import DeadlineError, LoopError, ModelError, RuleError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.stages.bucket_state import BucketState
 from roadtrain.stages.op_queue import SideStream
 from roadtrain.stages.parallel_parts import cast_and_move

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from benchmarks.device.emulated_device import EmulatedDevice
 from roadtrain.errors import BudgetError, ModelError
+from roadtrain.lab.emulated_device import EmulatedDevice
 from roadtrain.streaming.activations import HERE, ON_DEVICE, Activations
 
 N = 1 << 18  # bytes of a tensor

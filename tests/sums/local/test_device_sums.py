@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import roadtrain
-from benchmarks.device.emulated_device import EmulatedDevice
+from roadtrain.lab.emulated_device import EmulatedDevice
 from tests.support import world
 
 WIDTH, STEPS = 64, 4
