@@ -194,11 +194,12 @@ class Training:
         table, tokens = self.placed.table, model.shape.tokens
         n, root = self.samples * tokens, float(table.blocks[0].push_nbytes)
         # log_softmax in fp32, its gradient, and the gradient of its input
-        logits = 12.0 * (model.logits * self.samples or n * layout.vocab)
+        logits = 12.0 * self.samples * model.shape.blocks[-1].logits
         blocks = [name for name in layout.blocks if name != ROOT] or [ROOT]
         largest = max(blocks, key=layout.params)
-        measured = model.saved * self.samples * size / 2
-        saved = measured or n * layout.saved(largest, tokens, size)
+        saved = n * layout.saved(largest, tokens, size)
+        if model.measured:
+            saved = max(own.saved for own in model.shape.blocks) * self.samples * size / 2
         pushed = max((block.push_nbytes for block in table.blocks[1:]), default=0)
         shapes = [shape[-2:] for shape in layout.blocks[largest].values() if len(shape) > 1]
         # the gradients of two activations, and then gradients of parameters instead of activations
