@@ -14,7 +14,7 @@ import importlib
 import json as to_json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +304,6 @@ def _cells(row: FitRow) -> tuple[str, ...]:
 
 def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
     training, best = rows[0].training, best_of(rows)
-    of_machine = ("name", "ram", "device", "device_bytes", "disk", "ssds", "ssd_rate")
     return {
         "schema": SCHEMA,
         "model": training.model.name,
@@ -313,7 +312,7 @@ def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
         "tokens": training.model.shape.tokens,
         "dtype": training.placed.dtype,
         "optimizer": training.placed.optimizer,
-        "machine": {name: getattr(machine, name) for name in of_machine},
+        "machine": asdict(machine),
         "rows": [
             {
                 "training": row.kind,

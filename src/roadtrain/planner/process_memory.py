@@ -36,7 +36,9 @@ from roadtrain.units import MIB, round_up
 # roadtrain and their code; measured with torch 2.13 on x86-64.
 LIBRARIES = 480 * MIB
 TRANSFORMERS = 110 * MIB  # what importing transformers and a model of it adds; measured
-SERVER = 150 * MIB  # resident memory of a `roadtrain serve` process without buffers; measured
+SERVER = (
+    170 * MIB
+)  # resident memory of a server process with its kernels, without buffers; measured
 DRIVER = 1500 * MIB  # host memory of an accelerator's driver and libraries; assumed
 CONTEXT = 1000 * MIB  # device memory of the driver and libraries; assumed
 SLACK = 16 * MIB  # the first slack of device.buffers.Heap
