@@ -384,16 +384,6 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
     return seq_len, []
 
 
-def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    value = config.get(key) or default
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError) as cause:
-        raise ConfigError(
-            f"{key} of a model's config is {value!r}, but must be a whole number"
-        ) from cause
-
-
 def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
     """Compute by formula the shape of the model that a Hugging Face config (a config.json)
     describes.
@@ -440,11 +430,11 @@ def layout_of_config(config: Mapping[str, Any]) -> Layout | None:
     kind = str(config.get("model_type", ""))
     if kind not in TIED:
         return None
-    found = sizes_of(config, kind)
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    if hidden % heads and not config.get("head_dim"):
-        raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
     try:
+        found = sizes_of(config, kind)
+        hidden, heads = found["hidden_size"], found["num_attention_heads"]
+        if hidden % heads and not config.get("head_dim"):
+            raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
         return layout(config, found)
     except (TypeError, ValueError, OverflowError) as cause:
         raise ConfigError(
@@ -494,7 +484,7 @@ def sizes_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     """Return the sizes of a model by Hugging Face's usual names, such as "hidden_size"; missing
     optional keys are 0. Raises ConfigError if a required key is missing."""
     found = {
-        name: next((_whole(config, key) for key in keys if config.get(key)), 0)
+        name: next((int(config[key]) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
     }
     # gpt2 has an embedding row for each position; the other models need no maximum

@@ -14,10 +14,11 @@ import importlib
 import json as to_json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from roadtrain.config.models import shape_of_layout
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.budgets import LEAST_ACTIVATIONS
@@ -169,11 +170,11 @@ def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
     while samples > 1:
         samples //= 2
         yield f"--batch {samples}", replace(training, samples=samples)
-    while tokens > 256 and not model.saved:
+    while tokens > 256 and not model.measured:
         tokens //= 2
         words = f"--batch 1 --seq-len {tokens}".removeprefix("--batch 1 " * (training.samples == 1))
-        shorter = replace(model, shape=replace(model.shape, tokens=tokens))
-        yield words, replace(training, samples=1, model=shorter)
+        shape = shape_of_layout(model.layout, tokens, model.name)
+        yield words, replace(training, samples=1, model=replace(model, shape=shape))
     if placed.dtype == "fp32":
         yield "--dtype bf16", replace(training, placed=replace(placed, dtype="bf16"))
 
@@ -303,7 +304,6 @@ def _cells(row: FitRow) -> tuple[str, ...]:
 
 def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
     training, best = rows[0].training, best_of(rows)
-    of_machine = ("name", "ram", "device", "device_bytes", "disk", "ssds", "ssd_rate")
     return {
         "schema": SCHEMA,
         "model": training.model.name,
@@ -312,7 +312,7 @@ def as_json(rows: Sequence[FitRow], machine: Machine) -> dict[str, Any]:
         "tokens": training.model.shape.tokens,
         "dtype": training.placed.dtype,
         "optimizer": training.placed.optimizer,
-        "machine": {name: getattr(machine, name) for name in of_machine},
+        "machine": asdict(machine),
         "rows": [
             {
                 "training": row.kind,

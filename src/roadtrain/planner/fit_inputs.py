@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from roadtrain.config.models import (
 )
 from roadtrain.environment import control_group_limit, free_memory
 from roadtrain.errors import ConfigError
+from roadtrain.retry import slow_work
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes
 
@@ -47,9 +49,7 @@ class FitModel:
         name: Name for the user.
         layout: The parameters.
         shape: The costs of a sample, with notes on what was assumed.
-        saved: Bytes per sample, with 16-bit elements, that the backward of the largest block needs,
-            if they were measured in a forward pass; else 0.
-        logits: Number of results per sample, if they were measured; else 0.
+        measured: Whether a forward pass measured the bytes that the backward of a block needs.
         pretrained: Directory with a config.json, for `roadtrain train`; "" if only place() trains
             this model.
         transformers: Whether the training process imports transformers.
@@ -59,8 +59,7 @@ class FitModel:
     name: str
     layout: Layout
     shape: ModelShape
-    saved: float = 0.0
-    logits: float = 0.0
+    measured: bool = False
     pretrained: str = ""
     transformers: bool = True
     samples: int = 1
@@ -96,9 +95,8 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
         model = _of_headers(path, path.stem, seq_len)
         return replace(model, transformers=False)
     layout, shape = named_layout(name), named_shape(name, seq_len)
-    if shape.tokens > 1:
-        return FitModel(shape.name, layout, shape)
-    return FitModel(shape.name, layout, shape, _most_saved(shape), transformers=False)
+    has_tokens = shape.tokens > 1
+    return FitModel(shape.name, layout, shape, not has_tokens, transformers=has_tokens)
 
 
 def _of_config(path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
@@ -115,8 +113,11 @@ def _of_config(path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
         shape = replace(model.shape, notes=(why, *model.shape.notes))
         return replace(model, shape=shape, pretrained=pretrained)
     counting = importlib.import_module("roadtrain.planner.model_config")
-    layout, shape = counting.counted(config, seq_len=seq_len, name=name)
-    return FitModel(name, layout, shape, _most_saved(shape), shape.blocks[-1].logits, pretrained)
+    with slow_work("counting the model's modules", report=partial(print, file=sys.stderr)):
+        layout, shape = counting.counted(config, seq_len=seq_len, name=name)
+    notes = (f"{why}: its modules were counted with transformers", *shape.notes)
+    shape = replace(shape, notes=notes)
+    return FitModel(name, layout, shape, True, pretrained)
 
 
 def _of_headers(
@@ -127,10 +128,6 @@ def _of_headers(
     layout = of_tensors(shapes, bool(own.get("tie_word_embeddings")))
     tokens, notes = chosen_length(seq_len, own.get("max_position_embeddings"))
     return FitModel(name, layout, shape_of_layout(layout, tokens, name, tuple(notes)))
-
-
-def _most_saved(shape: ModelShape) -> float:
-    return max(block.saved for block in shape.blocks)
 
 
 def _of_function(module: str, function: str) -> FitModel:
@@ -151,9 +148,8 @@ def _of_function(module: str, function: str) -> FitModel:
         function,
         layout,
         shape,
-        _most_saved(shape),
-        shape.blocks[-1].logits,
-        transformers="transformers" in sys.modules,
+        measured=True,
+        transformers=any(type(m).__module__.startswith("transformers.") for m in model.modules()),
         samples=samples,
     )
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import importlib
 import tempfile
 import tomllib
-from json import loads
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from roadtrain.config.cluster import Cluster
+from roadtrain.config.models import read_config
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
@@ -85,9 +85,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
     if path.suffix != ".json":
         raise ConfigError(f"{model} is a shape and cannot run", hint="give --model config.json")
     tree = tomllib.loads(text)
-    tree["model"]["config"] = {
-        name: value for name, value in loads(path.read_text()).items() if value is not None
-    }
+    tree["model"]["config"] = {k: v for k, v in read_config(path).items() if v is not None}
     tree["data"]["seq_len"] = seq_len
     with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
         file = Path(home) / "job.toml"

@@ -36,7 +36,9 @@ from roadtrain.units import MIB, round_up
 # roadtrain and their code; measured with torch 2.13 on x86-64.
 LIBRARIES = 480 * MIB
 TRANSFORMERS = 110 * MIB  # what importing transformers and a model of it adds; measured
-SERVER = 150 * MIB  # resident memory of a `roadtrain serve` process without buffers; measured
+SERVER = (
+    170 * MIB
+)  # resident memory of a server process with its kernels, without buffers; measured
 DRIVER = 1500 * MIB  # host memory of an accelerator's driver and libraries; assumed
 CONTEXT = 1000 * MIB  # device memory of the driver and libraries; assumed
 SLACK = 16 * MIB  # the first slack of device.buffers.Heap
@@ -194,11 +196,12 @@ class Training:
         table, tokens = self.placed.table, model.shape.tokens
         n, root = self.samples * tokens, float(table.blocks[0].push_nbytes)
         # log_softmax in fp32, its gradient, and the gradient of its input
-        logits = 12.0 * (model.logits * self.samples or n * layout.vocab)
+        logits = 12.0 * self.samples * model.shape.blocks[-1].logits
         blocks = [name for name in layout.blocks if name != ROOT] or [ROOT]
         largest = max(blocks, key=layout.params)
-        measured = model.saved * self.samples * size / 2
-        saved = measured or n * layout.saved(largest, tokens, size)
+        saved = n * layout.saved(largest, tokens, size)
+        if model.measured:
+            saved = max(own.saved for own in model.shape.blocks) * self.samples * size / 2
         pushed = max((block.push_nbytes for block in table.blocks[1:]), default=0)
         shapes = [shape[-2:] for shape in layout.blocks[largest].values() if len(shape) > 1]
         # the gradients of two activations, and then gradients of parameters instead of activations
