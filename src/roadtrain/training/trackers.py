@@ -184,10 +184,10 @@ class _TrackerThread(threading.Thread):
     def _log_lines(self) -> None:
         anew, lines = self._tail.read()
         self._waiting = deque(lines) if anew else self._waiting + deque(lines)
-        while self._waiting and self._waiting[0]["step"] <= self._committed:
+        if self._waiting and self._open is None:
+            self._open = self._opened(self._waiting[0].get("lossy", {}))
+        while self._open and self._waiting and self._waiting[0]["step"] <= self._committed:
             line = self._waiting.popleft()
-            if self._open is None:
-                self._open = self._opened(line.get("lossy", {}))
             if line["step"] > self._last:
                 self._record(line["step"])
                 numbers = flat_numbers({k: v for k, v in line.items() if k not in CONSTANT})

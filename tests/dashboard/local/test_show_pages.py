@@ -36,6 +36,7 @@ from tests.support.browser import (
 )
 from tests.support.large_run import write_large_run
 from tests.support.processes import HostProcess
+from tests.support.small_job import small_job, write_small_job
 from tests.support.warm_python import warm_python
 
 pytestmark = [needs_browser, pytest.mark.slow]
@@ -46,29 +47,13 @@ wheel = pytest.importorskip(
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # the bar leaves a thread running
 
-JOB = """
-[run]
-dir = "{home}/run"
-steps = 12
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 3
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 64
-[data]
-paths = ["{home}/text"]
-seq_len = 16
-batch_size = 2
-held_out = 0
+MORE = """
 [optimizer]
 lr = 1e-2
 warmup_steps = 4
 clip_norm = 1.0
 [store]
-files = ["{{run}}/ssd0", "{{run}}/ssd1"]
+files = ["{run}/ssd0", "{run}/ssd1"]
 [budget]
 host = "60MiB"
 """
@@ -77,12 +62,7 @@ PANELS = ("loss", "grad_norm", "tokens_per_s", "lr")
 
 
 def write_job(home: Path) -> Path:
-    (home / "text").mkdir()
-    lines = "".join(f"line {i} of the text, {i * i}\n" for i in range(600))
-    (home / "text" / "a.txt").write_text(lines)
-    path = home / "job.toml"
-    path.write_text(JOB.format(home=home))
-    return path
+    return write_small_job(home, 12, MORE, layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +280,7 @@ def test_a_run_is_followed_and_a_stopped_server_is_seen(page: Any, tmp_path: Pat
 
 @pytest.mark.alone
 def test_ten_thousand_steps_and_64_hosts_are_drawn_in_a_second(page: Any, tmp_path: Path) -> None:
-    job = JOB.format(home=tmp_path).replace("steps = 12", "steps = 10000")
+    job = small_job(tmp_path, 10_000)
     write_large_run(tmp_path / "large", job, 10_000, 64)
     with shown(tmp_path / "large") as url:
         open_page(page, url)  # the browser has the scripts now
@@ -313,7 +293,7 @@ def test_ten_thousand_steps_and_64_hosts_are_drawn_in_a_second(page: Any, tmp_pa
 
 
 def test_zooming_shows_short_bars(page: Any, tmp_path: Path) -> None:
-    job = JOB.format(home=tmp_path).replace("steps = 12", "steps = 50")
+    job = small_job(tmp_path, 50)
     write_large_run(tmp_path / "large", job, 50, 64)
     with shown(tmp_path / "large") as url:
         open_page(page, url)

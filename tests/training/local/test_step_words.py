@@ -12,25 +12,8 @@ from pathlib import Path
 import pytest
 
 from roadtrain.training.metrics import read_metrics
+from tests.support.small_job import write_small_job
 from tests.support.warm_python import warm_python
-
-JOB = """
-[run]
-steps = {steps}
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 64
-[data]
-paths = ["{home}/text"]
-seq_len = 16
-batch_size = 2
-held_out = 0
-"""
 
 
 class Workers:
@@ -38,11 +21,9 @@ class Workers:
 
     def __init__(self, home: Path, where: str) -> None:
         self.home, self.where, self.started = home, where, 0
-        (home / "text").mkdir()
-        (home / "text" / "a.txt").write_text("".join(f"line {i}, {i * i}\n" for i in range(600)))
 
     def start(self, rank: int, steps: int, **options: object) -> subprocess.Popen[str]:
-        (self.home / "job.toml").write_text(JOB.format(home=self.home, steps=steps))
+        path = write_small_job(self.home, steps)
         words = {"run.dir": self.home / f"run{rank}", "servers.addresses": self.where, **options}
         env = os.environ | {
             "RANK": str(rank),
@@ -54,7 +35,7 @@ class Workers:
         }
         arguments = [word for key, value in words.items() for word in (f"--{key}", str(value))]
         return subprocess.Popen(
-            [warm_python(), "-m", "roadtrain", "train", str(self.home / "job.toml"), *arguments],
+            [warm_python(), "-m", "roadtrain", "train", str(path), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -134,7 +115,7 @@ def test_the_loss_of_the_run_is_that_of_all_workers(workers, relay):
     assert [line["tokens"] for line in lines] == [2 * line["tokens"] for line in own]
     assert all("loss_of" not in line for line in lines)
     # step 1 uses the initial parameters: its mean is that of a single worker with both halves
-    (workers.home / "job.toml").write_text(JOB.format(home=workers.home, steps=1))
+    write_small_job(workers.home, 1)
     words = ["--run.dir", str(workers.home / "alone"), "--optimizer.accumulate", "2"]
     result = subprocess.run(
         [warm_python(), "-m", "roadtrain", "train", str(workers.home / "job.toml"), *words],

@@ -18,24 +18,9 @@ from roadtrain.errors import ConfigError
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.tracker_libraries import LIBRARIES, OpenRun
 from roadtrain.training.trackers import Trackers, check_installed
+from tests.support.small_job import write_small_job
 
-JOB = """
-[run]
-dir = "{home}/run"
-steps = {steps}
-report_to = {names}
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-[data]
-paths = ["{home}/text.txt"]
-seq_len = 16
-batch_size = 2
-held_out = 0.0
+MORE = """
 [budget]
 host = "60MiB"
 [compress]
@@ -125,9 +110,8 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def write_job(home: Path, names: list[str], steps: int) -> Path:
-    (home / "text.txt").write_text("".join(f"line {i}, {i * i}\n" for i in range(600)))
-    path = home / "job.toml"
-    path.write_text(JOB.format(home=home, names=names, steps=steps))
+    path = write_small_job(home, steps, MORE)
+    path.write_text(f"run.report_to = {json.dumps(names)}\n{path.read_text()}")
     return path
 
 
