@@ -388,7 +388,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     """Compute by formula the shape of the model that a Hugging Face config (a config.json)
     describes.
 
-    The formula is exact for the families in config/families.py. For others, this function raises
+    The formula is exact for the families in config/families.toml. For others, this function raises
     ConfigError; use `planner/model_config.py`, which counts the parameters of the model's modules.
     Also raises ConfigError if a required key is missing.
     """
