@@ -142,9 +142,7 @@ class _Free:
 def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
     """Return a budget of host memory in bytes. If `budget` is None, the budget is half of the free
     memory, or all of it if `whole` is True."""
-    if budget is not None:
-        return parse_bytes(budget)
-    return free_memory() // (1 if whole else 2)
+    return free_memory() // (1 if whole else 2) if budget is None else parse_bytes(budget)
 
 
 def buffer_for(nbytes: Iterable[int]) -> int:
