@@ -16,6 +16,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from roadtrain.errors import DamagedError
 from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import sync_directory, typed_errors, write_all
@@ -203,8 +205,13 @@ def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
     with typed_errors(path, "reading"):
         content = path.read_bytes()
     for raw in content.split(b"\n")[:-1]:
-        line = None
-        with contextlib.suppress(ValueError):
-            line = json.loads(raw)
-        ours = isinstance(line, dict) and isinstance(line.get("step"), int)
-        yield line if ours else None, len(raw) + 1
+        yield line_of(raw), len(raw) + 1
+
+
+def line_of(raw: bytes) -> dict[str, Any] | None:
+    """Return the line of a step that is encoded in `raw`, or None if it is no such line."""
+    try:
+        line = msgspec.json.decode(raw)
+    except ValueError:  # no JSON, or no text
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
