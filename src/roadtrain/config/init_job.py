@@ -57,10 +57,9 @@ def command(model: str = "", out: str = "job.toml", report: Callable[[str], None
 def _model(model: str) -> dict[str, dict[str, Any]]:
     """Return the [model] and [data] tables for MODEL."""
     path, data = Path(model), dict[str, Any]()
-    if not model:
-        return {"model": {"dtype": "fp32", "config": SMALL}, "data": data}
-    if model in TRANSFORMERS:
-        return {"model": {"dtype": "fp32", "config": _published(model)}, "data": data}
+    if not model or model in TRANSFORMERS:
+        own = _published(model) if model else SMALL
+        return {"model": {"dtype": "fp32", "config": own}, "data": data}
     config = _config_of(path)
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").is_file():
