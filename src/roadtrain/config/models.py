@@ -326,6 +326,7 @@ def shape(name: str, **changes: Any) -> ModelShape:
     )
 
 
+SMALL: Mapping[str, Any] = _FILE["small"]  # the model of `roadtrain init`
 KEYS: Mapping[str, Sequence[str]] = _FILE["keys"]
 EXPERT_KEYS: Mapping[str, Sequence[str]] = _FILE["expert_keys"]
 TOKENS = 4096  # number of tokens per sample if no length is given

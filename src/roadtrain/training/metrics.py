@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +24,7 @@ from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import sync_directory, typed_errors, write_all
 
 # most steps that are done but not committed, with staleness "none" (NO_BOUND of options/lossy.py)
+_RANK_FILE = re.compile(r"metrics(?:\.(\d+))?\.jsonl")
 _UNCOMMITTED_AT_MOST = 16
 
 
@@ -126,6 +128,12 @@ class Metrics:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
+
+
+def metrics_files(run: Path) -> dict[int, Path]:
+    """Return the metrics files in a run directory, by rank."""
+    named = ((_RANK_FILE.fullmatch(path.name), path) for path in run.glob("metrics*.jsonl"))
+    return dict(sorted((int(match[1] or 0), path) for match, path in named if match))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
