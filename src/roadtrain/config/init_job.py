@@ -9,21 +9,12 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.models import TRANSFORMERS, published_config, read_config
+from roadtrain.config.models import SMALL, TRANSFORMERS, published_config, read_config
 from roadtrain.errors import ConfigError
 from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import keys_of, meaning_of
 from roadtrain.storage.direct import replace_file
 
-SMALL = {  # 3 million parameters
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 256,
-}
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # keys of a config.json that describe the files beside it, or that the job sets itself
 LEFT_OUT = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
@@ -57,10 +48,9 @@ def command(model: str = "", out: str = "job.toml", report: Callable[[str], None
 def _model(model: str) -> dict[str, dict[str, Any]]:
     """Return the [model] and [data] tables for MODEL."""
     path, data = Path(model), dict[str, Any]()
-    if not model:
-        return {"model": {"dtype": "fp32", "config": SMALL}, "data": data}
-    if model in TRANSFORMERS:
-        return {"model": {"dtype": "fp32", "config": _published(model)}, "data": data}
+    if not model or model in TRANSFORMERS:
+        own = _published(model) if model else SMALL
+        return {"model": {"dtype": "fp32", "config": own}, "data": data}
     config = _config_of(path)
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").is_file():

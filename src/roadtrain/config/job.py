@@ -381,26 +381,24 @@ def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
     Raises ConfigError.
     """
     out: dict[str, Any] = {}
-    pending: str | None = None
-    for arg in args:
-        if arg.startswith("--") and "." in arg.partition("=")[0]:
-            if pending is not None:
-                out[pending] = _flag(pending)
-            key, has_value, text = arg[2:].partition("=")
-            _check_key(key)
-            pending = None if has_value else key
-            if has_value:
-                out[key] = _value(key, text)
-        elif pending is not None:
-            out[pending] = _value(pending, arg)
-            pending = None
-        else:
+    left = list(args)
+    while left:
+        arg = left.pop(0)
+        if not _names_key(arg):
             raise ConfigError(
                 f"unexpected argument {arg!r}", hint="write options such as --run.steps 20"
             )
-    if pending is not None:
-        out[pending] = _flag(pending)
+        key, has_value, text = arg.removeprefix("--").partition("=")
+        _check_key(key)
+        if not has_value and left and not _names_key(left[0]):
+            out[key] = _value(key, left.pop(0))
+        else:
+            out[key] = _value(key, text) if has_value else _flag(key)
     return out
+
+
+def _names_key(arg: str) -> bool:
+    return arg.startswith("--") and "." in arg.partition("=")[0]
 
 
 def all_keys() -> Iterator[tuple[str, str, str]]:

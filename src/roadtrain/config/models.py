@@ -210,45 +210,16 @@ def _published() -> Iterator[tuple[str, Transformer]]:
 TRANSFORMERS = dict(_published())
 
 
-def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """Return the shape of a layer whose `weights` are applied at each of `spatial` positions.
-    `inputs` and `outputs` are numbers of 2-byte elements."""
-    return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
-
-
-def _vgg16() -> ModelShape:
-    """Return the shape of VGG-16, Simonyan and Zisserman (2014)."""
-    blocks, side, channels = [], 224, 3
-    for i, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
-        for j in range(count):
-            area, weights = side * side, 9 * channels * width
-            blocks.append(_layer(f"conv.{i}.{j}", weights, width * area, area, channels * area))
-            channels = width
-        side //= 2
-    for i, (inside, outside) in enumerate(((512 * 49, 4096), (4096, 4096), (4096, 1000))):
-        blocks.append(_layer(f"linear.{i}", inside * outside, outside, 1, inside))
-    return ModelShape("VGG-16", tuple(blocks), 1)
-
-
-def _resnet50() -> ModelShape:
-    """Return the shape of ResNet-50, He et al. (2015)."""
-    blocks = [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)]
-    side, channels = 56, 64
-    for i, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
-        for j in range(count):
-            # the first block of a stage halves the side
-            before, area = channels, side * side * (4 if i and not j else 1)
-            after = side * side
-            reduce, middle, expand = before * width, 9 * width * width, 4 * width * width
-            match = before * 4 * width if not j else 0
-            flops = 2.0 * (reduce * area + (middle + expand + match) * after)
-            saved = 4.0 * (width * area + width * after + 4 * width * after * (2 if match else 1))
-            params, inputs = reduce + middle + expand + match, 2.0 * before * area
-            blocks.append(BlockShape(f"block.{i}.{j}", params, flops, saved, inputs))
-            channels = 4 * width
-        side //= 2
-    blocks.append(_layer("linear", 2048 * 1000, 1000, 1, 2048))
-    return ModelShape("ResNet-50", tuple(blocks), 1)
+def _block(name: str, layers: Sequence[Sequence[int]]) -> BlockShape:
+    """Return the shape of a block of layers, which are described in models.toml."""
+    params, flops, saved = 0, 0.0, 0.0
+    for inside, outside, kernel, side, *_ in layers:
+        weights = kernel**2 * inside * outside
+        params += weights
+        flops += 2.0 * weights * side**2
+        saved += 4.0 * outside * side**2
+    inside, *_, side = layers[0]
+    return BlockShape(name, params, flops, saved, 2.0 * inside * side**2)
 
 
 def _dlrm() -> ModelShape:
@@ -263,7 +234,7 @@ def _dlrm() -> ModelShape:
 
     def mlp(kind: str, widths: Sequence[int]) -> list[BlockShape]:
         return [
-            _layer(f"{kind}.{i}", inside * outside, outside, 1, inside)
+            _block(f"{kind}.{i}", [(inside, outside, 1, 1)])
             for i, (inside, outside) in enumerate(pairwise(widths))
         ]
 
@@ -273,7 +244,10 @@ def _dlrm() -> ModelShape:
     return ModelShape("DLRM-Kaggle", tuple(blocks), 1)
 
 
-_OTHERS = {"VGG-16": _vgg16, "ResNet-50": _resnet50, "DLRM-Kaggle": _dlrm}
+_OTHERS = {
+    name: ModelShape(name, tuple(_block(*block) for block in network.items()), 1)
+    for name, network in _FILE["networks"].items()
+} | {"DLRM-Kaggle": _dlrm()}
 NAMES = (*TRANSFORMERS, *_OTHERS)
 
 
@@ -340,7 +314,7 @@ def shape(name: str, **changes: Any) -> ModelShape:
     key = name.lower().replace("_", "-")
     found = next((n for n in NAMES if n.lower() == key), None)
     if found in _OTHERS:
-        return _OTHERS[found]()
+        return _OTHERS[found]
     if found is not None:
         changed = {field: value for field, value in changes.items() if value is not None}
         return replace(TRANSFORMERS[found], **changed).shape(found)
@@ -352,19 +326,9 @@ def shape(name: str, **changes: Any) -> ModelShape:
     )
 
 
-KEYS = {  # the common name of a key in transformers -> its names in Hugging Face configs
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "max_position_embeddings": (
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "seq_length",
-    ),
-    "vocab_size": ("vocab_size",),
-}
+SMALL: Mapping[str, Any] = _FILE["small"]  # the model of `roadtrain init`
+KEYS: Mapping[str, Sequence[str]] = _FILE["keys"]
+EXPERT_KEYS: Mapping[str, Sequence[str]] = _FILE["expert_keys"]
 TOKENS = 4096  # number of tokens per sample if no length is given
 
 

@@ -9,8 +9,10 @@ one combination of these choices (docs/design.md).
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -77,25 +79,8 @@ class Placement:
         return self.served and self.sum == "switch"
 
 
-PLACEMENTS = {
-    p.name: p
-    for p in (
-        Placement("ddp", "device", "device", "ring", "device"),
-        Placement("zero1", "device", "split", "ring", "device"),
-        Placement("zero3", "split", "split", "ring", "device"),
-        Placement("zero-offload", "host", "host", "ring", "host"),
-        Placement("zero-infinity", "ssd", "ssd", "ring", "host", "ssd"),
-        Placement("raid0", "host", "ssd", "ring", "host", "ssd"),
-        Placement("parameter-server", "device", "device", "separate", "device"),
-        Placement("switch-sum", "device", "device", "switch", "device"),
-        Placement("summation", "device", "device", "spares", "device"),
-        Placement("files", "host", "ssd", "ring", "host"),
-        Placement("near-storage", "host", "ssd", "ring", "ssd", "ssd"),
-        Placement("smartnic", "host", "host", "relay", "host"),
-        Placement("optimizer-node", "server", "server", "switch", "server"),
-        Placement("server", "server", "server", "server", "server"),
-    )
-}
+_FILE = tomllib.loads(files("roadtrain.config").joinpath("placements.toml").read_text())
+PLACEMENTS = {name: Placement(name, **parts) for name, parts in _FILE.items()}
 
 
 def placement(name: str) -> Placement:

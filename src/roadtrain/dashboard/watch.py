@@ -3,7 +3,6 @@ launched run its supervisor. Nothing is written. Does not import torch or Bokeh.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from roadtrain.servers import health
 from roadtrain.servers.trace import Interval
 from roadtrain.storage.lock import holder_of, is_locked
 from roadtrain.sums.spare_hosts import SpareHosts
+from roadtrain.training.metrics import metrics_files
 from roadtrain.training.run_lines import LineTail, RunLines
 from roadtrain.training.status import names_servers
 from roadtrain.training.timeline import before_of, timeline_of
@@ -40,7 +40,6 @@ STEPS = 8  # the timeline shows so many steps
 SLOW = 10.0  # a run is stalled if a step takes so many times the median
 LEAST_S, FIRST_S = 10.0, 120.0  # but not before, nor before the first step of a session
 TAIL_BYTES = 2**18  # of the files of which only the last lines are shown
-RANK_FILE = re.compile(r"metrics(?:\.(\d+))?\.jsonl")
 IDLE = "no session"  # in the status of a server without workers
 Ask = Callable[[], Any]  # returns a health.Status or an error
 
@@ -202,14 +201,12 @@ class RunWatch:
 
     def refresh(self) -> None:
         """Read what is new since the last call."""
-        for path in self.directory.glob("metrics*.jsonl"):
-            if found := RANK_FILE.fullmatch(path.name):
-                rank = int(found[1] or 0)
-                watch = self.ranks.setdefault(rank, RankWatch(path, whole=rank == 0))
-                if watch.refresh():
-                    self.version += 1
-                    with suppress(OSError):
-                        self.changed = max(self.changed, path.stat().st_mtime)
+        for rank, path in metrics_files(self.directory).items():
+            watch = self.ranks.setdefault(rank, RankWatch(path, whole=rank == 0))
+            if watch.refresh():
+                self.version += 1
+                with suppress(OSError):
+                    self.changed = max(self.changed, path.stat().st_mtime)
         if self.home is not None:
             self._refresh_launched(self.home)
 

@@ -90,6 +90,13 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
         raise type(refused)(f"{what} ({reason})", hint=hint) from cause
 
 
+class Checked:
+    """Checks the fields of a dataclass whenever one is made. Raises ConfigError."""
+
+    def __post_init__(self) -> None:
+        check_options(type(self), vars(self))
+
+
 @functools.cache
 def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
     """Return a pydantic model with a field for each option of `owner`, and the annotations by

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roadtrain.options.check import PositiveInt, check_options
+from roadtrain.options.check import Checked, PositiveInt
 
 # number of steps whose gradients a server must be able to store if the delay has no bound (Rule 4)
 NO_BOUND = 16
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Checked):
     """Send only the largest elements of each gradient, by magnitude.
 
     Args:
@@ -32,9 +32,6 @@ class TopK:
     error_feedback: bool = False
     per_block: bool = False
 
-    def __post_init__(self) -> None:
-        check_options(TopK, vars(self))
-
     def __str__(self) -> str:
         return (
             f"top-k, {self.keep:.2%} of the gradient's elements are kept, error feedback"
@@ -43,7 +40,7 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class Downcast:
+class Downcast(Checked):
     """Send gradients of fp32 parameters to servers in 16 bits; servers sum them in fp32.
 
     Args:
@@ -55,15 +52,12 @@ class Downcast:
 
     dtype: Literal["bf16", "fp16"]
 
-    def __post_init__(self) -> None:
-        check_options(Downcast, vars(self))
-
     def __str__(self) -> str:
         return f"gradients travel as {self.dtype}"
 
 
 @dataclass(frozen=True)
-class Delay:
+class Delay(Checked):
     """Let a step begin before the updates of the latest steps are finished.
 
     If `steps` is 1, each step computes with the parameters from before the last update, which runs
@@ -79,9 +73,6 @@ class Delay:
     """
 
     steps: PositiveInt | None = 1
-
-    def __post_init__(self) -> None:
-        check_options(Delay, vars(self))
 
     @property
     def staleness(self) -> int:

@@ -12,7 +12,6 @@ The job runs in temporary directories.
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from roadtrain.planner.calibrate_steps import WARM, Measured, measure
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.fabric import UPDATE_BYTES
 from roadtrain.simulator.run import Result, simulate
-from roadtrain.storage.direct import check_file, replace_file
+from roadtrain.storage.direct import beside, check_file, replace_file
 from roadtrain.units import show_seconds
 
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
@@ -38,16 +37,10 @@ def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
     does not change the job's files. Each is on the same file system as the directory that it
     replaces. The temporary directories are removed when `stack` exits."""
 
-    def beside(path: str) -> str:
-        home = Path(path).absolute()
-        home = home if home.is_mount() else home.parent
-        while not home.is_dir():
-            home = home.parent
-        made = tempfile.TemporaryDirectory(prefix="roadtrain-calibrate-", dir=home)
-        return stack.enter_context(made)
-
-    run = {"run.dir": beside(job.run.dir), "run.steps": WARM + steps, "run.minutes": None}
-    return job.changed(run | {"store.files": [beside(path) for path in job.store.files]})
+    made = (beside(Path(path), "roadtrain-calibrate-") for path in (job.run.dir, *job.store.files))
+    directory, *files = map(stack.enter_context, made)
+    run = {"run.dir": directory, "run.steps": WARM + steps, "run.minutes": None}
+    return job.changed(run | {"store.files": files})
 
 
 def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:

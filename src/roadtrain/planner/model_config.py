@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roadtrain.config.families import ROOT, Layout
-from roadtrain.config.models import KEYS, BlockShape, ModelShape, chosen_length
+from roadtrain.config.models import EXPERT_KEYS, KEYS, BlockShape, ModelShape, chosen_length
 from roadtrain.errors import ConfigError
 from roadtrain.planner.measure import Counts, count_forward
 from roadtrain.streaming.split import Split, split
@@ -38,19 +38,7 @@ OWN = "give --model MODULE:FUNCTION, a function that returns the model (on `meta
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # keys that transformers may fill in with a default, which a note of the shape reports
 GUESSED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
-ACTIVE = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "top_k_experts",
-    "moe_top_k",
-    "moe_k",
-    "num_selected_experts",
-    "top_k",
-    "router_top_k",
-)
 BOTH = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")  # encoder-decoder models
-ALL = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 AUTO = (
     "AutoModelForImageTextToText",
     "AutoModelForCausalLM",
@@ -297,16 +285,17 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
     # DBRX has a separate config for its MLP
     inner = [value for value in vars(text).values() if hasattr(value, "attribute_map")]
 
-    def stated(keys: Sequence[str]) -> int:
-        found = (getattr(of, key, None) for key in keys for of in (text, *inner))
+    def stated(name: str) -> int:
+        found = (getattr(of, key, None) for key in EXPERT_KEYS[name] for of in (text, *inner))
         return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
-    count, active = max(own for _, own in holders) or stated(ALL), stated(ACTIVE)
+    count = max(own for _, own in holders) or stated("num_experts")
+    active = stated("num_experts_per_tok")
     if not 0 < active <= count:
         raise ConfigError(
             f"wrong or missing number of experts: a block of this `{kind}` has"
             f" {count or 'an unknown number'}, and a token uses {active or 'an unknown number'}",
-            hint=f"set {ACTIVE[0]}; or {OWN}",
+            hint=f"set num_experts_per_tok; or {OWN}",
         )
     params = [p for module, _ in holders for p in module.parameters()]
     matrices = [p for p in params if p.dim() > 1]

@@ -218,8 +218,10 @@ class _Search:
             return SearchResult(None, None, families, [], {}, [])
         pick = found[0]
         runner = next((other for other in found[1:] if _differs(other.plan, pick.plan)), None)
-        if runner is None:
-            runner = self._pruned_runner_up(pick, waiting, families)
+        if runner is None:  # it was pruned
+            others = (scene.plan for _, scene in self._in_order(waiting, families))
+            plan = next((plan for plan in others if _differs(plan, pick.plan)), None)
+            runner = None if plan is None else self.simulated(plan)
         gains, flips = self._gains(pick) if explain else {}, list[str]()
         if runner is not None:
             family = families[runner.plan.placement.name]
@@ -398,16 +400,6 @@ class _Search:
         for simulated in reversed(found):
             families[simulated.plan.placement.name].best = simulated
         return found
-
-    def _pruned_runner_up(
-        self, pick: Found, waiting: list[Queued], families: Mapping[str, Family]
-    ) -> Found | None:
-        """Simulate the pruned plan with the best bound that differs from the pick in placement or
-        parallelism. Return None if there is no such plan."""
-        for _, scene in self._in_order(waiting, families):
-            if _differs(scene.plan, pick.plan):
-                return self.simulated(scene.plan)
-        return None
 
     def _gains(self, pick: Found) -> dict[str, float]:
         gains = {}

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from roadtrain.errors import LoopError, ModelError
-from roadtrain.options.check import check_options
+from roadtrain.options.check import Checked
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.streaming.released import released_value
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(Checked):
     """The arguments of one call of the model, and the target of the loss.
 
     Args:
@@ -44,9 +44,6 @@ class MicroBatch:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
     target: Any = None
-
-    def __post_init__(self) -> None:
-        check_options(MicroBatch, vars(self))
 
 
 @dataclass(frozen=True)

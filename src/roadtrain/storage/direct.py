@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -59,7 +60,7 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
     """Return the error for a full disk, an exhausted quota, a file size limit or missing inodes.
     `nbytes` is the number of bytes to write; 0 stands for at most one block of the file system."""
-    disk = os.statvfs(_existing(path.parent))
+    disk = os.statvfs(existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
     if error.errno == errno.EDQUOT:
@@ -118,14 +119,20 @@ def replace_file(path: Path, content: bytes, doing: str) -> None:
     sync_directory(path.parent)
 
 
-def _existing(directory: Path) -> Path:
+def existing(directory: Path) -> Path:
     """Return `directory`, or its nearest parent that exists."""
     return next((p for p in (directory, *directory.absolute().parents) if p.is_dir()), Path("/"))
 
 
+def beside(directory: Path, prefix: str) -> TemporaryDirectory[str]:
+    """Make a temporary directory on the disk of `directory`, which need not exist yet."""
+    home = directory.absolute()
+    return TemporaryDirectory(prefix=prefix, dir=existing(home if home.is_mount() else home.parent))
+
+
 def free_nbytes(directory: Path) -> int:
     try:
-        free = os.statvfs(_existing(directory))
+        free = os.statvfs(existing(directory))
     except OSError:
         return 0
     return free.f_bavail * free.f_frsize

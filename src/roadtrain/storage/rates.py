@@ -12,7 +12,7 @@ from itertools import cycle
 from pathlib import Path
 
 from roadtrain.device.buffers import Buffer
-from roadtrain.storage.direct import DirectFile, typed_errors
+from roadtrain.storage.direct import DirectFile, existing, typed_errors
 from roadtrain.units import MIB
 
 PIECE, FILE_BYTES = 8 * MIB, 256 * MIB
@@ -40,9 +40,7 @@ def storage_rates(
     Each of three measurements takes at least `seconds`. `nbytes`: the size of the file, which each
     of them transfers at least once; a multiple of 8 pages.
     """
-    home = Path(directory).absolute()
-    while not home.is_dir():
-        home = home.parent
+    home = existing(Path(directory).absolute())
     path = home / f"probe-{uuid.uuid4().hex}.bin"
     with typed_errors(home, "probing"):
         path.touch()  # an error of a directory names the directory

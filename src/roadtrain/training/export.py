@@ -95,18 +95,7 @@ def _export_store(
             buffers = state.get("buffers", {})
         items = _items(params, read, buffers, masters)
         with slow_work("exporting tensors", len(items), report) as advance:
-            return step, export_dir([_counted(item, advance) for item in items], directory)
-
-
-def _counted(item: Item, advance: Callable[[int], None]) -> Item:
-    """Return `item`, whose reader reports that it has read the tensor."""
-    name, dtype, shape, read = item
-
-    def reader() -> Any:
-        advance(1)
-        return read()
-
-    return name, dtype, shape, reader
+            return step, export_dir(items, directory, advance=advance)
 
 
 def import_weights(

@@ -11,16 +11,20 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from roadtrain.errors import DamagedError
 from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import sync_directory, typed_errors, write_all
 
 # most steps that are done but not committed, with staleness "none" (NO_BOUND of options/lossy.py)
+_RANK_FILE = re.compile(r"metrics(?:\.(\d+))?\.jsonl")
 _UNCOMMITTED_AT_MOST = 16
 
 
@@ -126,6 +130,12 @@ class Metrics:
         os.close(self._file)
 
 
+def metrics_files(run: Path) -> dict[int, Path]:
+    """Return the metrics files in a run directory, by rank."""
+    named = ((_RANK_FILE.fullmatch(path.name), path) for path in run.glob("metrics*.jsonl"))
+    return dict(sorted((int(match[1] or 0), path) for match, path in named if match))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all complete lines of the file; [] if there is no file."""
     return [line for line, _ in _read(path)]
@@ -203,8 +213,13 @@ def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
     with typed_errors(path, "reading"):
         content = path.read_bytes()
     for raw in content.split(b"\n")[:-1]:
-        line = None
-        with contextlib.suppress(ValueError):
-            line = json.loads(raw)
-        ours = isinstance(line, dict) and isinstance(line.get("step"), int)
-        yield line if ours else None, len(raw) + 1
+        yield line_of(raw), len(raw) + 1
+
+
+def line_of(raw: bytes) -> dict[str, Any] | None:
+    """Return the line of a step that is encoded in `raw`, or None if it is no such line."""
+    try:
+        line = msgspec.json.decode(raw)
+    except ValueError:  # no JSON, or no text
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

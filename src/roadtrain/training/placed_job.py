@@ -29,11 +29,12 @@ from roadtrain.training.memory_limit import ENFORCED_BY
 from roadtrain.training.metrics import missed_steps
 from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
+from roadtrain.training.run_lines import RunLines
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_exchange import GlobalStep, StepExchange
 from roadtrain.training.step_record import StepRecord
 from roadtrain.training.stop import Stop
-from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
+from roadtrain.training.summary import Summary, disk_bytes, rows
 from roadtrain.units import show_bytes
 
 HELD_OUT_BATCHES = 8
@@ -173,10 +174,10 @@ class PlacedJob:
     def _plain_nbytes(self) -> int:
         return int(self.optimizer.memory()["plain"])
 
-    def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
+    def rows(self, summary: Summary, lines: RunLines, program: str) -> list[tuple[str, str]]:
         """Return the rows (name, value) of the table that is printed after training. `program`: the
         command that starts roadtrain."""
-        return rows(self.job, summary, totals, self._plain_nbytes, program)
+        return rows(self.job, summary, lines, self._plain_nbytes, program)
 
     def __enter__(self) -> Self:
         self.optimizer.__enter__()

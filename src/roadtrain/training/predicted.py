@@ -7,19 +7,17 @@ compared.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from roadtrain.config.job import Job
-from roadtrain.training.metrics import last_alike
+from roadtrain.training.metrics import last_alike, metrics_files
 from roadtrain.training.progress import ORDER
 from roadtrain.units import show_seconds
 
 RECENT = 20  # rates and medians are over so many of the last steps
-RANK = re.compile(r"metrics\.(\d+)\.jsonl")  # does not match metrics.uncommitted.jsonl
 Line = dict[str, Any]
 
 
@@ -37,10 +35,7 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
     """Return the tables of `tables_of` for a run directory."""
-    named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
-    ranks = sorted((int(match[1]), path) for match, path in named if match)
-    paths = (run / "metrics.jsonl", *(path for _, path in ranks))
-    return tables_of(last_alike(path, RECENT) for path in paths)
+    return tables_of(last_alike(path, RECENT) for path in metrics_files(run).values())
 
 
 def tables_of(ranks: Iterable[Sequence[Line]]) -> list[list[tuple[str, ...]]]:

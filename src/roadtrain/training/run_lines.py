@@ -1,4 +1,4 @@
-"""Read the lines of a run for `status` and `show`.
+"""Read the lines of a run for `train`, `status` and `show`.
 
 RunLines adds up the lines of a metrics file. LineTail returns the lines that were added to a file
 since the last look. Does not import torch.
@@ -15,17 +15,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
 
-import msgspec
-
 from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError
-from roadtrain.training.metrics import committed_at
+from roadtrain.training.metrics import committed_at, line_of
 from roadtrain.training.predicted import RECENT
 from roadtrain.training.progress import limited_by
 from roadtrain.units import show_bytes, show_count, show_rate, show_seconds
 
 Line = dict[str, Any]
 ASSUMED_TBW = 600.0  # terabytes; a typical value in data sheets of 1 TB consumer SSDs
+FEW = 5  # the first and the last loss are means over at most so many steps
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 CURVES = ("step", "loss", "grad_norm", "lr", "tokens", "seconds", "free")
 
@@ -39,7 +38,9 @@ class RunLines:
         recent: The last lines.
         seconds: The sum over all lines.
         tokens: The sum over all lines.
+        busy_s: The seconds of each stage, summed over all lines and threads.
         nbytes: The bytes of each stage, summed over all lines.
+        resident: The peak bytes of roadtrain's buffers.
     """
 
     curves: dict[str, array[float]] = field(
@@ -48,7 +49,9 @@ class RunLines:
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     seconds: float = 0.0
     tokens: int = 0
+    busy_s: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
+    resident: int = 0
 
     @classmethod
     def of(cls, lines: Iterable[Line]) -> Self:
@@ -58,7 +61,8 @@ class RunLines:
         return run
 
     def add(self, line: Line) -> None:
-        disk = line.get("memory", {}).get("disk")  # its budget includes the free space
+        memory = line.get("memory", {})
+        disk = memory.get("disk")  # its budget includes the free space
         free = {} if disk is None else {"free": disk["budget"] - disk["bytes"]}
         for name, values in self.curves.items():
             value = (line | free).get(name)
@@ -67,7 +71,10 @@ class RunLines:
         self.seconds += line["seconds"]
         self.tokens += line["tokens"]
         for name, stage in line["stages"].items():
+            self.busy_s[name] += stage["seconds"]
             self.nbytes[name] += stage["bytes"]
+        host = memory.get("host", {"bytes": 0})  # a job in stages has no such budget
+        self.resident = max(self.resident, host["bytes"])
 
     @property
     def last(self) -> Line:
@@ -91,6 +98,17 @@ class RunLines:
         """The mean loss of the last steps, without those that are not finite."""
         losses = [line["loss"] for line in self.recent if line["loss"] is not None]
         return fmean(losses) if losses else math.nan
+
+    def first_and_last(self) -> tuple[float, float]:
+        """Return the mean losses of the first and of the last steps; nan without a step."""
+        losses = self.curves["loss"]
+        few = max(1, min(FEW, len(losses) // 10))
+        return (fmean(losses[:few]), fmean(losses[-few:])) if losses else (math.nan, math.nan)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the training thread has waited, at most `seconds`."""
+        return min(self.busy_s["Wait"], self.seconds)
 
     def left_s(self, job: Job) -> float:
         """Return the seconds until the last step of the job, at the rate of the last steps."""
@@ -159,17 +177,9 @@ class LineTail:
             return False, []
         whole = content[: content.rfind(b"\n") + 1]
         self._at, self._file = self._at + len(whole), about.st_ino
-        found = (_decoded(line) for line in whole.splitlines())
+        found = (line_of(line) for line in whole.splitlines())
         return anew, [line for line in found if line is not None]
 
     def rewind(self) -> None:
         """Read the whole file next."""
         self._file = -1
-
-
-def _decoded(raw: bytes) -> Line | None:
-    try:
-        line = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

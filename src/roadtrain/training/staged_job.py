@@ -36,10 +36,11 @@ from roadtrain.training.job_options import check, stage_options
 from roadtrain.training.metrics import missed_steps
 from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
+from roadtrain.training.run_lines import RunLines
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord
 from roadtrain.training.stop import INTERRUPTED, Stop
-from roadtrain.training.summary import Summary, Totals, loss_rows, resume_command
+from roadtrain.training.summary import Summary, loss_rows, resume_command
 from roadtrain.units import show_seconds
 
 HELD_OUT_BATCHES = 8
@@ -200,10 +201,10 @@ class StagedJob:
     def _evaluated(self, batches: Sequence[MicroBatch], first: int) -> float:
         return self.training.evaluate(lambda micro: batches[(first + micro) % len(batches)])
 
-    def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
+    def rows(self, summary: Summary, lines: RunLines, program: str) -> list[tuple[str, str]]:
         out = loss_rows(self.job, summary)
-        if steps := len(totals.losses):
-            took, waited = show_seconds(totals.seconds / steps), show_seconds(totals.waited / steps)
+        if steps := len(lines.curves["loss"]):
+            took, waited = show_seconds(lines.seconds / steps), show_seconds(lines.waited_s / steps)
             took += f", of which it waited {waited} for other processes"
             out.append(("a step took, on the first process", took))
         run = self.job.run_dir

@@ -9,19 +9,15 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from roadtrain.config.job import Job
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.training import memory_limit
 from roadtrain.training.progress import limited_by
+from roadtrain.training.run_lines import WRITES, RunLines
 from roadtrain.units import show_bytes, show_rate, show_seconds
-
-FEW = 5  # the first and the last loss are means over at most so many steps
 
 
 @dataclass(frozen=True)
@@ -43,41 +39,8 @@ class Summary:
     stopped: str
 
 
-@dataclass
-class Totals:
-    """Sums over the steps since this start of the run."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    # seconds and bytes of each stage, added up over threads
-    busy_s: Counter[str] = field(default_factory=Counter)
-    nbytes: Counter[str] = field(default_factory=Counter)
-    # peak bytes of roadtrain's buffers
-    resident: int = 0
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line of metrics.jsonl."""
-        self.losses.append(math.nan if line["loss"] is None else line["loss"])
-        self.seconds += line["seconds"]
-        for name, stage in line["stages"].items():
-            self.busy_s[name] += stage["seconds"]
-            self.nbytes[name] += stage["bytes"]
-        host = line["memory"].get("host", {"bytes": 0})  # a job in stages has no such budget
-        self.resident = max(self.resident, host["bytes"])
-
-    def first_and_last(self) -> tuple[float, float]:
-        few = max(1, min(FEW, len(self.losses) // 10))
-        first, last = self.losses[:few], self.losses[-few:]
-        return (sum(first) / len(first), sum(last) / len(last)) if first else (math.nan, math.nan)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that the training thread has waited, at most `seconds`."""
-        return min(self.busy_s["Wait"], self.seconds)
-
-
 def rows(
-    job: Job, summary: Summary, totals: Totals, plain: int, program: str
+    job: Job, summary: Summary, lines: RunLines, plain: int, program: str
 ) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the table.
 
@@ -85,18 +48,18 @@ def rows(
     that starts roadtrain.
     """
     out = [("plain training needs (parameters, gradients, optimizer)", show_bytes(plain))]
-    if totals.losses:
-        held = show_bytes(totals.resident)
-        if totals.resident < plain:
-            held += f", {totals.resident / plain:.0%} of that"
+    if lines.recent:
+        held = show_bytes(lines.resident)
+        if lines.resident < plain:
+            held += f", {lines.resident / plain:.0%} of that"
         out.append(("roadtrain held at most", held))
     peak = show_bytes(memory_limit.peak())
     out.append(("peak memory of the process, torch and text included", peak))
     if (limit := job.limit_nbytes) is not None:
         enforced = f"{show_bytes(limit)}, enforced by {memory_limit.ENFORCED_BY}"
         out.append(("limit of the process", enforced))
-    if totals.losses:
-        out += [("moved in this run", _moved(job, totals)), ("a step took", _step(job, totals))]
+    if lines.recent:
+        out += [("moved in this run", _moved(job, lines)), ("a step took", _step(job, lines))]
     if used := disk_bytes(job):
         outside = [d for d in job.store.files if not Path(d).is_relative_to(job.run_dir)]
         removes = shlex.join(["rm", "-r", job.run.dir, *outside])
@@ -124,27 +87,27 @@ def disk_bytes(job: Job) -> int:
     return sum(os.stat(file).st_blocks * 512 for file in files)
 
 
-def _moved(job: Job, totals: Totals) -> str:
-    nbytes = totals.nbytes
+def _moved(job: Job, lines: RunLines) -> str:
+    nbytes = lines.nbytes
     fetched, pushed = show_bytes(nbytes["Fetch"]), show_bytes(nbytes["Push"])
     if job.servers.addresses:
         return f"{fetched} from servers, {pushed} to them"
     if not job.store.files:
         return f"{fetched} of parameters, {pushed} of gradients"
-    written = nbytes["Write"] + nbytes["Commit"]
-    rate = show_rate((nbytes["Read"] + written) / totals.seconds)
+    written = sum(nbytes[name] for name in WRITES)
+    rate = show_rate((nbytes["Read"] + written) / lines.seconds)
     return (
         f"{fetched} of parameters, {show_bytes(nbytes['Read'])} of state from files,"
         f" {show_bytes(written)} to files, {rate}"
     )
 
 
-def _step(job: Job, totals: Totals) -> str:
-    steps = len(totals.losses)
-    whole, waited = totals.seconds / steps, totals.waited / steps
+def _step(job: Job, lines: RunLines) -> str:
+    steps = len(lines.curves["loss"])
+    whole, waited = lines.seconds / steps, lines.waited_s / steps
     return (
         f"{show_seconds(whole)}: computing {show_seconds(whole - waited)}, waiting"
-        f" {show_seconds(waited)}; limited by {limited_by(job, totals.seconds, totals.busy_s)}"
+        f" {show_seconds(waited)}; limited by {limited_by(job, lines.seconds, lines.busy_s)}"
     )
 
 

@@ -18,9 +18,10 @@ from roadtrain.training.metrics import Metrics
 from roadtrain.training.placed_job import PlacedJob, open_placed
 from roadtrain.training.progress import Report, progress, show_table
 from roadtrain.training.run_files import lines_of, write_job
+from roadtrain.training.run_lines import RunLines
 from roadtrain.training.staged_job import StagedJob, open_staged
 from roadtrain.training.stop import INTERRUPTED, Stop
-from roadtrain.training.summary import Summary, Totals
+from roadtrain.training.summary import Summary
 from roadtrain.training.timeline import Timeline, timeline_of
 from roadtrain.training.trackers import Trackers, check_installed
 
@@ -44,21 +45,21 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
                 run.tokens.held_out_rows(job.data.batch_size, job.data.seq_len)
             if run.steps_done >= job.run.steps:
                 run.report(f"step {run.steps_done} of {job.run.steps}: no step is left to train")
-            why, totals = train_steps(run, stop, trackers)
+            why, trained = train_steps(run, stop, trackers)
             run.finish(why)
             trackers.follow(lines_of(job), run.steps_done)
             held_out = None if INTERRUPTED in why else run.held_out_loss()
-            summary = Summary(run.steps_done, *totals.first_and_last(), held_out, why)
-            show_table(run.rows(summary, totals, program), run.report)
+            summary = Summary(run.steps_done, *trained.first_and_last(), held_out, why)
+            show_table(run.rows(summary, trained, program), run.report)
             return summary
 
 
-def train_steps(run: PlacedJob | StagedJob, stop: Stop, trackers: Trackers) -> tuple[str, Totals]:
+def train_steps(run: PlacedJob | StagedJob, stop: Stop, trackers: Trackers) -> tuple[str, RunLines]:
     """Train the remaining steps.
 
-    Returns the reason why training ended before run.steps (else ""), and the totals of the steps.
+    Returns the reason why training ended before run.steps (else ""), and the lines of these steps.
     """
-    job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
+    job, lines, done, trained = run.job, lines_of(run.job, run.rank), run.steps_done, RunLines()
     with (
         Metrics(lines, done, fresh=run.is_stale(lines)) as metrics,
         Timeline(timeline_of(lines), run.report) as timeline,
@@ -74,7 +75,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop, trackers: Trackers) -> t
             then = time.perf_counter()
             while run.steps_done < job.run.steps:
                 if why := run.why(stop):
-                    return why, totals
+                    return why, trained
                 record = run.step(stop)
                 now = time.perf_counter()
                 line = record.line(job, run.steps_done, now - then)
@@ -83,7 +84,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop, trackers: Trackers) -> t
                     metrics.append(line)
                 show(line)
                 timeline.add(run.steps_done, run.intervals())
-                totals.add(line)
+                trained.add(line)
                 trackers.follow(lines, line["committed"])
                 run.keep()
-    return "", totals
+    return "", trained

@@ -8,7 +8,6 @@ also reported.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.placement.optimizer import amp_of
 from roadtrain.storage.convert import MASTER
+from roadtrain.storage.direct import beside
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import DTYPES, as_numpy, split, table
 from roadtrain.training.build import build_model, build_optimizer
@@ -59,7 +59,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
     if steps < 1:
         raise ConfigError(f"--steps must be 1 or more, but is {steps}", hint="use --steps 3")
     with ExitStack() as stack:
-        homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
+        homes = [stack.enter_context(beside(Path(d), "verify-")) for d in job.store.files]
         if job.servers.addresses:
             report("the servers are not used: verify runs on this host, in memory")
             if job.servers.switches:
@@ -263,12 +263,6 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
     if a.dtype == b.dtype and a.size == b.size:
         at = int(np.argmax(a.view(bits) != b.view(bits)))
     return f"element {at} of {a.size} is {float(a[at])!r} and {float(b[at])!r}"
-
-
-def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory on the disk of `directory`, which need not exist yet."""
-    parent = next(path for path in directory.absolute().parents if path.is_dir())
-    return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 
 
 def _check_memory(plain_nbytes: int) -> None:

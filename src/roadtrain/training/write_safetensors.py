@@ -22,13 +22,16 @@ Item = tuple[str, str, tuple[int, ...], Callable[[], Array]]  # name, dtype, sha
 
 
 def export_dir(
-    items: Iterable[Item], directory: str | Path, most_nbytes: int = MOST_NBYTES
+    items: Iterable[Item],
+    directory: str | Path,
+    most_nbytes: int = MOST_NBYTES,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[Path]:
     """Write `items` into `directory`, and return the paths of the files.
 
     Only one tensor is in memory at a time. A file has at most `most_nbytes` bytes, unless it has a
     single larger tensor. An existing export is only replaced once the new export is complete on
-    disk. Raises FullError.
+    disk. `advance` is called with 1 for each tensor that has been read. Raises FullError.
     """
     home = Path(directory)
     make_directory(home)
@@ -48,7 +51,7 @@ def export_dir(
     try:
         for name, own in zip(names, files):
             made.append(home / f"{name}.new")
-            _write_file(made[-1], own)
+            _write_file(made[-1], own, advance)
         if count > 1:
             weights = {item[0]: name for name, own in zip(names, files) for item in own}
             made.append(home / f"{INDEX}.new")
@@ -65,7 +68,7 @@ def export_dir(
     return done
 
 
-def _write_file(path: Path, items: list[Item]) -> None:
+def _write_file(path: Path, items: list[Item], advance: Callable[[int], None]) -> None:
     # sorted by element size, so that every tensor is aligned to its elements
     items = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -81,6 +84,7 @@ def _write_file(path: Path, items: list[Item]) -> None:
         yield len(head).to_bytes(8, "little") + head
         for name, dtype, shape, reader in items:
             array = np.ascontiguousarray(reader())
+            advance(1)
             fits = array.dtype.itemsize == ITEMSIZE[dtype] and array.size == prod(shape)
             assert fits, (name, array.dtype, array.shape)
             yield array.reshape(-1).view(np.uint8).data

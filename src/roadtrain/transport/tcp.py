@@ -38,7 +38,7 @@ from typing import Annotated
 from pydantic import Field
 
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.options.check import check_options
+from roadtrain.options.check import Checked, check_options
 from roadtrain.retry import retry, undone_on_error
 from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver
@@ -62,7 +62,7 @@ PemFile = Annotated[Path, Field(strict=False)]  # a str is accepted too
 
 
 @dataclass(frozen=True)
-class Tls:
+class Tls(Checked):
     """The TLS files of one side, in PEM format.
 
     A client needs `ca`, and a server needs `cert` and `key`. A server with `ca` demands
@@ -78,9 +78,6 @@ class Tls:
     cert: PemFile | None = None
     key: PemFile | None = None
     ca: PemFile | None = None
-
-    def __post_init__(self) -> None:
-        check_options(Tls, vars(self))
 
     def context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)

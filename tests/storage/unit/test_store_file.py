@@ -31,7 +31,7 @@ from roadtrain.errors import (
     StoreError,
 )
 from roadtrain.storage import lock as lock_module
-from roadtrain.storage.direct import DirectFile, typed_errors
+from roadtrain.storage.direct import DirectFile, beside, typed_errors
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import (
     OpenedStore,
@@ -219,6 +219,14 @@ def test_after_any_crash_the_store_equals_the_last_committed_step(ops: list[tupl
             model.check()
         finally:
             model.store.close()
+
+
+def test_a_temporary_directory_is_on_the_disk_of_another(tmp_path: Path) -> None:
+    with beside(tmp_path / "not" / "there", "x-") as made:
+        assert Path(made).parent == tmp_path and Path(made).name.startswith("x-")
+    assert not Path(made).exists()
+    with beside(Path("/dev/shm"), "roadtrain-test-") as made:  # a mount point
+        assert Path(made).parent == Path("/dev/shm")
 
 
 def test_buffer_is_aligned_zero_and_tolerates_arrays_that_outlive_it() -> None:

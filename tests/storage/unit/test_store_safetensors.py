@@ -54,7 +54,9 @@ def items(tensors: dict[str, tuple[str, np.ndarray]]):
 @pytest.mark.parametrize(("limit", "files"), [(1 << 30, 1), (200, None)])
 def test_round_trip_and_the_library_reads_it(tmp_path: Path, limit: int, files: int | None) -> None:
     tensors = arrays()
-    made = export_dir(items(tensors), tmp_path / "out", limit)
+    read = list[int]()
+    made = export_dir(items(tensors), tmp_path / "out", limit, advance=read.append)
+    assert read == [1] * len(tensors)
     shards = [p for p in made if p.suffix == ".safetensors"]
     assert sorted(made) == sorted((tmp_path / "out").iterdir())
     if files == 1:

@@ -40,6 +40,8 @@ def test_a_tail_reads_what_is_new(tmp_path: Path) -> None:
     assert steps_of(tail) == (False, [3])
     with open(path, "a") as file:
         file.write('damaged\n{"no step": 1}\n[]\n' + text(5))
+    with open(path, "ab") as raw:
+        raw.write(b'{"step": 6, "loss": "\xff"}\n')  # no text
     assert steps_of(tail) == (False, [5])
     path.write_text(text(1))  # shorter: uncommitted lines were removed
     assert steps_of(tail) == (True, [1])
@@ -67,6 +69,11 @@ def test_lines_are_added_up() -> None:
     assert run.durable == 1  # the last but one update may be in flight
     assert RunLines.of([line(3, committed=2)]).durable == 2
     assert RunLines().durable == -1 and math.isnan(RunLines().loss)
+    memory = {"host": {"bytes": 7, "budget": 9}}
+    run = RunLines.of(line(step, loss=100.0 - step, memory=memory) for step in range(1, 101))
+    assert run.first_and_last() == (97.0, 2.0)  # of 5 steps each
+    assert run.waited_s == pytest.approx(10.0) and run.resident == 7
+    assert all(map(math.isnan, RunLines().first_and_last()))
 
 
 def test_the_wear_of_ssds() -> None:

@@ -9,7 +9,8 @@ import pytest
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.training.progress import describe, shares
-from roadtrain.training.summary import Summary, Totals, resume_command, rows
+from roadtrain.training.run_lines import RunLines
+from roadtrain.training.summary import Summary, resume_command, rows
 from roadtrain.units import show_seconds
 
 MODEL = {"model": {"config": {"model_type": "llama"}}}
@@ -38,10 +39,10 @@ def line(**stages: float) -> dict[str, object]:
 def test_the_bottleneck_of_a_step_is_named(
     config: dict[str, object], stages: dict[str, float], limit: str
 ) -> None:
-    job, totals = make_job({**MODEL, **config}), Totals()
+    job, lines = make_job({**MODEL, **config}), RunLines()
     for _ in range(3):
-        totals.add(line(**stages))
-    table = dict(rows(job, Summary(3, 2.0, 1.0, None, ""), totals, 1, "roadtrain"))
+        lines.add(line(**stages))
+    table = dict(rows(job, Summary(3, 2.0, 1.0, None, ""), lines, 1, "roadtrain"))
     waited = stages["Wait"]
     assert table["a step took"] == (
         f"10 s: computing {show_seconds(10 - waited)}, waiting {show_seconds(waited)};"
@@ -77,10 +78,10 @@ def test_the_shares_of_a_step_add_up(
 
 
 def test_held_memory_is_compared_with_plain_training_if_it_is_less() -> None:
-    job, totals = make_job({**MODEL, **FILES}), Totals()
-    totals.add(line(Wait=1.0))
+    job, lines = make_job({**MODEL, **FILES}), RunLines()
+    lines.add(line(Wait=1.0))
     for plain, held in [(100 << 20, "50.0 MiB, 50% of that"), (2 << 20, "50.0 MiB")]:
-        table = dict(rows(job, Summary(1, 2.0, 1.0, None, ""), totals, plain, "roadtrain"))
+        table = dict(rows(job, Summary(1, 2.0, 1.0, None, ""), lines, plain, "roadtrain"))
         assert table["roadtrain held at most"] == held
 
 
