@@ -100,10 +100,9 @@ def report_stages(run: str, report: Report) -> None:
 def rows(job: Job, run: RunLines, endurance_tbw: float | None) -> list[tuple[str, str]]:
     if not run.recent:
         return [("step", f"0 of {job.run.steps}")]
-    left = f", about {show_seconds(run.left_s(job))} left" if run.step < job.run.steps else ""
     losses = sum(line["loss"] is not None for line in run.recent)
     out = [
-        ("step", f"{run.step} of {job.run.steps}{left}"),
+        ("step", f"{run.step} of {job.run.steps}, about {show_seconds(run.left_s(job))} left"),
         ("last step", describe(job, run.last)),
         (f"loss, mean of {losses} steps", f"{run.loss:.4f}"),
         ("tokens so far", f"{run.tokens:,}"),
