@@ -112,7 +112,8 @@ def show_seconds(seconds: float) -> str:
     """Format a duration: `7.08 h`, `3.2 min`, `1.25 s`, `340 ms`, `12 us`."""
     for unit, size, least in _DURATIONS:
         if seconds >= least:
-            return f"{show_number(seconds / size)} {unit}"
+            whole = round(seconds / size) if unit == "years" else seconds / size
+            return f"{show_number(whole)} {unit}"
     return "0 s"
 
 
