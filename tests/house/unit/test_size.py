@@ -12,7 +12,7 @@ import pytest
 
 SRC = Path(__file__).parents[3] / "src" / "roadtrain"
 # May only fall, unless a line in docs/decisions raises it.
-PACKAGE, CORE = 54_380, 17_010
+PACKAGE, CORE = 53_441, 17_010
 CORE_ROOMS = (
     *("errors", "units", "chunks", "retry", "environment"),
     *("options", "kernels", "device", "transport", "streaming", "storage", "servers", "placement"),
