@@ -109,6 +109,10 @@ COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # threads that spin while they wait make others wait, here and in other processes
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "" not in sys.path:
+        sys.path.append("")  # MODULE:NAME may name a file in the current directory
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that `| tee log` shows lines at once
     try:

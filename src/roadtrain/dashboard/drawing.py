@@ -180,6 +180,7 @@ class Panels:
     def _curves(self, name: str, steps: models.DataRange1d) -> figure:
         plot = figure(name=name, title=CURVES[name], x_range=steps, height=190, **COMMON)
         plot.toolbar_location = None
+        plot.y_range.update(default_span=2e-5)  # around a constant learning rate
         plot.add_tools(HoverTool(tooltips=[("step", "@x"), (CURVES[name], "@y")], mode="vline"))
         for number, run in enumerate(self.runs):
             source = self.sources[f"{name} {number}"] = ColumnDataSource({"x": [], "y": []})

@@ -208,8 +208,9 @@ def uses(subject: Subject) -> dict[str, str]:
     job, state = subject.job, ", ".join(map(str, subject.dirs))
     if job and not job.store.files:
         state = ", ".join(job.servers.addresses) or "in memory"
+    device = subject.torch.kind or ("unknown" if subject.torch.unknown else "cpu")
     return {
-        "device": (job and job.run.device) or subject.torch.kind or "cpu",
+        "device": (job and job.run.device) or device,
         "host memory": show_bytes(host_limits.budget_of(subject)),
         "state": state,
     }

@@ -41,7 +41,7 @@ def report_torch(environ: dict[str, str], timeout_s: float) -> TorchReport:
         )
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchReport)
     except subprocess.TimeoutExpired:
-        return TorchReport(unknown=f"importing it and its devices took more than {timeout_s:.1f} s")
+        return TorchReport(unknown=f"torch could not be imported within {timeout_s:.1f} s")
     except (IndexError, msgspec.DecodeError):
         error = done.stderr.decode(errors="replace").strip() or "no message"
         why = f"exit code {done.returncode}: {error.splitlines()[-1]}"

@@ -177,6 +177,7 @@ class PlacedJob:
     def rows(self, summary: Summary, lines: RunLines, program: str) -> list[tuple[str, str]]:
         """Return the rows (name, value) of the table that is printed after training. `program`: the
         command that starts roadtrain."""
+        program = f"torchrun ... {program}" if self.group.workers > 1 else program
         return rows(self.job, summary, lines, self._plain_nbytes, program)
 
     def __enter__(self) -> Self:

@@ -134,6 +134,8 @@ def wear_rows(job: Job, run: RunLines, tbw: float | None) -> list[tuple[str, str
     `tbw`: the endurance of each, in terabytes. Raises ConfigError if it is not above 0."""
     if job.servers.addresses:
         return [("state", f"on {', '.join(job.servers.addresses)}")]
+    if job.parallelism.used:
+        return [("state", f"on the ranks, with snapshots in {job.run.dir}")]
     if not job.store.files:
         return [("written", "nothing: the state is in RAM and is lost when the process ends")]
     if tbw is not None and not tbw > 0:

@@ -66,7 +66,9 @@ def rows(
         out.append(("on disk", f"{show_bytes(used)}; {removes} removes it"))
     again = f"{program} {shlex.join(['train', str(job.run_dir / 'job.toml')])}"
     again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
-    return [*loss_rows(job, summary), *out, ("to continue", resume_command(summary, again))]
+    kept = job.store.files or job.servers.addresses
+    resume = resume_command(summary, again) if kept else "not possible: the state was in memory"
+    return [*loss_rows(job, summary), *out, ("to continue", resume)]
 
 
 def loss_rows(job: Job, summary: Summary) -> list[tuple[str, str]]:

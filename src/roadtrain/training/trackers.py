@@ -33,7 +33,7 @@ from roadtrain.training.run_lines import Line, LineTail
 from roadtrain.training.tracker_libraries import LIBRARIES, OpenRun, TrackedRun
 
 CONSTANT = ("step", "lossy", "predicted")  # keys of a line that do not change, or are the x axis
-CLOSE_S = 15.0
+CLOSE_S = 60.0
 
 
 class Trackers:
@@ -94,7 +94,7 @@ class Trackers:
             thread.follow(lines, committed, committed)
 
     def close(self) -> None:
-        """Wait until all steps are logged, for at most 15 seconds. Safe to call twice."""
+        """Wait until all steps are logged, for at most a minute. Safe to call twice."""
         for thread in self._threads:
             thread.end()
         for thread in self._threads:

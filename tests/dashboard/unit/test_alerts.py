@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from array import array
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,9 @@ def test_a_stalled_run_and_a_run_that_does_not_run(
     fd = os.open(store, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     run = RunWatch(str(directory))
-    # this process has just opened the store, so a first step is not late yet
+    # the process that holds the store has just started, so its first step is not late yet
+    began = SimpleNamespace(create_time=partial(float, time.time()))
+    monkeypatch.setattr(watch.psutil, "Process", lambda pid: began)
     assert run.state() == "starting" and alerts(run, []) == []
     assert "starting: step 60 of 100" in part("top", run)
     monkeypatch.setattr(watch, "FIRST_S", 0.0)
