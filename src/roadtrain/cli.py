@@ -109,8 +109,8 @@ COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # threads that spin while they wait make others wait, here and in other processes
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's waiting threads spin 30 times shorter: as fast on an idle machine, faster on a busy one
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if "" not in sys.path:
         sys.path.append("")  # MODULE:NAME may name a file in the current directory
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -549,6 +549,6 @@ class Server:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
             self.config.report(
                 f"{self.config.name}: reads and writes of its files"
-                f" {'alternate' if self._device.burst else 'are mixed'}, as measured: alternating"
-                f" {bursts}, mixed {mix}"
+                f" {'alternate' if self._device.burst else 'are mixed'} (measured: mixed {mix},"
+                f" alternating {bursts})"
             )
