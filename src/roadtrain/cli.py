@@ -109,7 +109,7 @@ COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # torch's waiting threads spin 30 times shorter: as fast on an idle machine, faster on a busy one
+    # waiting threads of torch spin 30 times shorter: as fast alone, faster on a busy machine
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if "" not in sys.path:
         sys.path.append("")  # MODULE:NAME may name a file in the current directory
