@@ -144,8 +144,13 @@ def _open_trackio(run: TrackedRun) -> OpenRun:
 def _open_mlflow(run: TrackedRun) -> OpenRun:
     logging.getLogger("mlflow.store").setLevel(logging.ERROR)  # it says much about new files
     mlflow, entities = importlib.import_module("mlflow"), importlib.import_module("mlflow.entities")
-    local = f"sqlite:///{run.directory.absolute()}/mlflow.db"
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or local
+    path = run.directory.absolute() / "mlflow.db"
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path}"
+    if uri.endswith(str(path)) and not path.exists():
+        # a kill while the tables are made would leave a database that cannot be opened
+        (new := path.with_suffix(".new")).unlink(missing_ok=True)
+        mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}").search_experiments()
+        new.replace(path)
     client = mlflow.MlflowClient(tracking_uri=uri)
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     found = client.get_experiment_by_name(name)

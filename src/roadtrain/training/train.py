@@ -43,13 +43,12 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
         ):
             if job.data.held_out:  # refuse before training
                 run.tokens.held_out_rows(job.data.batch_size, job.data.seq_len)
-            if (done := run.steps_done) >= job.run.steps:
+            if run.steps_done >= job.run.steps:
                 run.report(f"step {run.steps_done} of {job.run.steps}: no step is left to train")
             why, trained = train_steps(run, stop, trackers)
             run.finish(why)
             trackers.follow(lines_of(job), run.steps_done)
-            evaluates = run.steps_done > done and INTERRUPTED not in why
-            held_out = run.held_out_loss() if evaluates else None
+            held_out = None if INTERRUPTED in why else run.held_out_loss()
             summary = Summary(run.steps_done, *trained.first_and_last(), held_out, why)
             show_table(run.rows(summary, trained, program), run.report)
             return summary
