@@ -201,12 +201,14 @@ def _check_nothing_left(folder: Path) -> None:
     assert not {path for path in here - there if not {"__pycache__", "runs"} & {*path.parts}}
 
 
-# Lines of the shell, of progress bars, of warnings, of measurements, and of a table of links.
+# Lines of the shell, of progress bars, of warnings, of measurements and what follows from them, and
+# of a table of links.
 _LEFT_OUT = re.compile(
-    r"=== |all\.sh: |it/s\]|s/it\]|Warning|warnings\.warn|socket\.cpp|\(measured|from \\ to|^  [ab]\d |^\s*$"
+    r"=== |all\.sh: |it/s\]|s/it\]|Warning|warnings\.warn|socket\.cpp|\(measured|from \\ to|^  [ab]\d |^stages of |^\s*$"
 )
-# What differs from run to run besides numbers: the stages of a step that took the most time.
-_DIFFERS = re.compile(r"(step \d+/\d+  loss \S+  ).*")
+# What differs from run to run besides numbers: the stages of a step that took the most time, and the
+# division of blocks by the measured speed of hosts.
+_DIFFERS = re.compile(r"(step \d+/\d+  loss \S+  |^(?:even|paper|exact) +).*")
 
 
 def _update(page: Path, output: str, ports: dict[str, str]) -> None:
