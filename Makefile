@@ -26,6 +26,7 @@ NOT_RUN := build/not_run.json
 export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	rm -f $(NOT_RUN)
+	@echo "about 20 minutes; the first two print nothing, while the kernels are compiled and the tests collected"
 	$(MANY) --not-run=$(NOT_RUN) -m "not alone and not exhaustive" $(ARGS)
 	$(BIN)/pytest --not-run=$(NOT_RUN) -m "alone and not exhaustive" $(ALONE) $(ARGS)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import roadtrain
 
-STEPS = 3
+STEPS = 8
 
 
 def train_placed(
@@ -23,12 +23,12 @@ def train_placed(
     tokens: int,
     rank: int,
 ) -> None:
-    """Train a few steps with place()."""
+    """Train STEPS steps with place()."""
     torch.manual_seed(0)
     if way == "lora":
         model, inputs = _adapted(config, rank), None
     else:
-        model, batch = vision("cpu")
+        model, batch = globals()[way.rpartition(":")[2]]("cpu")
         inputs = batch[:1].expand(samples, *batch.shape[1:]).clone()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = roadtrain.place(
@@ -41,6 +41,7 @@ def train_placed(
             targets = ids.flatten()
         else:
             results = model(inputs)
+            results = getattr(results, "logits", results)
             targets = torch.zeros(samples, dtype=torch.long)
         loss = torch.nn.functional.cross_entropy(results, targets)
         del results
@@ -82,3 +83,22 @@ def vision(device: str = "meta") -> tuple[Any, Any]:
 
     with torch.device(device):
         return ViT().train(), torch.zeros(1, 3, 224, 224)
+
+
+def bert(device: str = "meta") -> tuple[Any, Any]:
+    """Return BERT's base model with two classes, and a batch of one sample of 128 tokens."""
+    return _classifier("bert", device), torch.zeros(1, 128, dtype=torch.long, device=device)
+
+
+def dino(device: str = "meta") -> tuple[Any, Any]:
+    """Return DINOv2's base model with two classes, and a batch of one image."""
+    return _classifier("dinov2", device), torch.zeros(1, 3, 224, 224, device=device)
+
+
+def _classifier(kind: str, device: str) -> Any:
+    transformers = importlib.import_module("transformers")
+    config = transformers.CONFIG_MAPPING[kind](num_labels=2)
+    images = kind == "dinov2"
+    made = "AutoModelForImageClassification" if images else "AutoModelForSequenceClassification"
+    with torch.device(device):
+        return getattr(transformers, made).from_config(config, dtype=torch.float32).train()

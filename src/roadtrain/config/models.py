@@ -31,6 +31,7 @@ from typing import Any
 
 from roadtrain.config.families import LATENT, ROOT, TIED, Layout, Params, layout
 from roadtrain.errors import ConfigError
+from roadtrain.options.names import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -318,11 +319,12 @@ def shape(name: str, **changes: Any) -> ModelShape:
     if found is not None:
         changed = {field: value for field, value in changes.items() if value is not None}
         return replace(TRANSFORMERS[found], **changed).shape(found)
-    near = [n for n in NAMES if key.split("-")[0] == n.lower().split("-")[0]]
-    names = f"available are {', '.join(near or NAMES)}"
+    family = [n for n in NAMES if key.split("-")[0] == n.lower().split("-")[0]]
+    near = "" if family else did_you_mean(key, map(str.lower, NAMES))
     raise ConfigError(
         f"no model is called {name!r}",
-        hint=f"{names}; or give the path of a Hugging Face config.json",
+        hint=(near or f"available are {', '.join(family or NAMES)};")
+        + " or give the path of a Hugging Face config.json",
     )
 
 

@@ -16,7 +16,6 @@ for a model whose forward pass needs real data.
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -130,8 +129,11 @@ def layout_of(parts: Split, hidden: int, vocab: int = 0) -> Layout:
     """Return the parameters of a model that was divided into blocks."""
     blocks = {part.name: {n: tuple(p.shape) for n, p in part.params} for part in parts.blocks}
     root = {name: tuple(p.shape) for name, p in parts.root.params}
-    uses = Counter(id(p) for _, p in parts.root.module.named_parameters(remove_duplicate=False))
-    tied = any(uses[id(p)] > 1 for _, p in parts.root.params)
+    tables, others = set[int](), set[int]()
+    for module in parts.root.module.modules():
+        own = tables if isinstance(module, nn.Embedding) else others
+        own.update(id(p) for p in module.parameters(recurse=False))
+    tied = not tables.isdisjoint(others)
     return Layout({ROOT: root, **blocks}, vocab=vocab, hidden=hidden, tied=tied)
 
 

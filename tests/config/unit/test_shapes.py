@@ -124,6 +124,9 @@ def test_impossible_models_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no model is called 'OPT-200B'") as caught:
         shape("OPT-200B")
     assert "OPT-175B" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"no model is called 'Lama-3-8B'") as caught:
+        shape("Lama-3-8B")
+    assert caught.value.hint.startswith("did you mean `llama-3-8b`?")
     with pytest.raises(ConfigError, match=r"has none of num_hidden_layers"):
         from_config({"model_type": "llama", "hidden_size": 4096})
     whole = {
