@@ -43,8 +43,16 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 72}
+ROUTED = {key: LATENT[key] for key in LATENT if key.startswith(("n_", "num", "moe", "first"))}
+HEAD = {"head_dim": 24}
+NEEDED: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 72},
+    "ernie4_5": HEAD,
+    "seed_oss": HEAD,
+    "hunyuan_v1_dense": HEAD,
+}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in TIED if "sparse" not in FAMILIES[kind]),
+    *((kind, NEEDED.get(kind, {})) for kind in TIED if "sparse" not in FAMILIES[kind]),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"head_dim": 32}),
     ("qwen3", {"head_dim": 8, "attention_bias": True}),
@@ -53,17 +61,41 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("opt", {"ffn_dim": 80, "do_layer_norm_before": False}),
     ("gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
     ("starcoder2", {"use_bias": False}),
+    ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("cohere", {"num_key_value_heads": None, "head_dim": 24}),
+    ("cohere2", {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 24}),
+    ("olmo", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
+    ("olmo3", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
+    ("glm", {"attention_bias": False, "head_dim": 24, "tie_word_embeddings": True}),
+    ("glm4", {"attention_bias": False, "head_dim": 24, "tie_word_embeddings": True}),
+    ("stablelm", {"use_qkv_bias": True, "tie_word_embeddings": True}),
+    ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("exaone4", {"head_dim": 24, "tie_word_embeddings": True}),
+    ("exaone4", {"attention_bias": True}),  # ignored
+    ("ernie4_5", {**HEAD, "use_bias": True, "tie_word_embeddings": False}),
+    ("seed_oss", {**HEAD, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ("arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("hunyuan_v1_dense", {**HEAD, "attention_bias": True, "tie_word_embeddings": True}),
+    ("helium", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("qwen2_moe", {**SHARED, "mlp_only_layers": [1]}),
     ("qwen2_moe", {**SHARED, "decoder_sparse_step": 2}),
     ("qwen3_moe", EXPERTS),
     ("qwen3_moe", {**EXPERTS, "attention_bias": True, "tie_word_embeddings": True}),
+    ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    ("olmoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
+    ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
+    ("glm4_moe", ROUTED),
+    ("glm4_moe", {**ROUTED, **HEAD, "attention_bias": True, "first_k_dense_replace": 0}),
+    ("dots1", ROUTED),
+    ("dots1", {**ROUTED, **HEAD, "attention_bias": True, "tie_word_embeddings": True}),
     ("deepseek_v2", {**LATENT, "q_lora_rank": 32}),
     ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     ("deepseek_v3", {**LATENT, "q_lora_rank": 32}),
     ("llama", {"num_hidden_layers": 1}),
 ]
-QUICK = {"llama", "gpt2", "gemma3_text", "deepseek_v2"}
+QUICK = {"llama", "gpt2", "gemma3_text", "glm4_moe", "deepseek_v2"}
 
 
 @pytest.mark.parametrize(
@@ -76,8 +108,6 @@ QUICK = {"llama", "gpt2", "gemma3_text", "deepseek_v2"}
 def test_parameters_equal_those_of_transformers(kind: str, more: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     config = {**BASE, **more}
-    if kind == "opt":
-        config.setdefault("ffn_dim", 72)
     made = transformers.CONFIG_MAPPING[kind].from_dict(config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made)
@@ -96,6 +126,23 @@ def test_parameters_equal_those_of_transformers(kind: str, more: dict[str, Any])
         ("llama", {"add_cross_attention": True}),
         ("llama", {"quantization_config": {"bits": 4}}),
         ("phi", {"qk_layernorm": True}),
+        ("cohere", {"use_qk_norm": True}),
+        ("olmoe", {**EXPERTS, "moe_intermediate_size": None, "head_dim": 24}),
+        ("olmoe", EXPERTS),  # transformers ignores moe_intermediate_size
+        ("granitemoe", EXPERTS),
+        ("olmoe", {}),  # no experts
+        ("stablelm", {"qk_layernorm": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("stablelm", HEAD),  # ignored by transformers
+        *((kind, {}) for kind in ("ernie4_5", "seed_oss", "hunyuan_v1_dense")),  # no head_dim
+        ("ernie4_5", {**HEAD, "num_key_value_heads": None}),
+        ("glm4_moe", {**ROUTED, "use_qk_norm": True}),
+        *(("glm4_moe", {**ROUTED, key: None}) for key in ROUTED),
+        ("dots1", {**ROUTED, "n_shared_experts": None}),
+        *(
+            (kind, {**ROUTED, "num_key_value_heads": None})
+            for kind in ("glm", "glm4", "stablelm", "nemotron", "exaone4", "helium", "dots1")
+        ),
         ("qwen3", {"num_key_value_heads": None}),  # transformers has a default of its own
         ("opt", {}),  # no ffn_dim
         ("qwen3_moe", {}),  # no experts
@@ -109,6 +156,13 @@ def test_what_is_not_described_has_no_layout(kind: str, more: dict[str, Any]) ->
         ConfigError, match=f"no formula gives the number of parameters of a `{kind}"
     ):
         from_config(config)
+
+
+def test_dropout_in_attention_keeps_scores() -> None:
+    config = {**BASE, **HEAD, "model_type": "seed_oss"}
+    for more, scores in (({}, True), ({"attention_dropout": 0.0}, False)):
+        layout = layout_of_config({**config, **more})
+        assert layout is not None and layout.scores is scores
 
 
 def test_named_models_have_the_published_size() -> None:
