@@ -78,7 +78,7 @@ MOE = {**_llama(8, 512, 1024, 8, 4, 32000), "model_type": "qwen3_moe"}
 MOE |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 WIDE = {**_llama(6, 512, 1536, 8, 2, 200000), "model_type": "gemma", "head_dim": 64}
 FALCON = {"model_type": "falcon", "num_hidden_layers": 12, "hidden_size": 768, "vocab_size": 65024}
-FALCON |= {"num_attention_heads": 12}
+FALCON |= {"num_attention_heads": 12, "architectures": ["FalconForCausalLM"]}
 MODELS = "benchmarks.planner.fit_models"
 CASES = (
     Case("Llama of 135 M", SMOL, "SSDs", "512MiB"),
@@ -170,6 +170,7 @@ def measure(case: Case, home: Path) -> float:
         "run": {"dir": str(home / "run"), "steps": STEPS},
         "model": {"config": dict(case.config)},
         "data": {"seq_len": case.tokens, "batch_size": case.samples, "held_out": 0.0},
+        "optimizer": {"clip_norm": 1.0},  # as `roadtrain init` writes it
         "budget": {"host": case.budget},
         "store": {"files": [store] if case.state == "SSDs" else []},
     }

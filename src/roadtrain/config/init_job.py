@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.models import SMALL, TRANSFORMERS, published_config, read_config
+from roadtrain.config.models import KEYS, SMALL, TRANSFORMERS, published_config, read_config
 from roadtrain.errors import ConfigError
 from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import keys_of, meaning_of
 from roadtrain.storage.direct import replace_file
 
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # keys of a config.json that describe the files beside it, or that the job sets itself
 LEFT_OUT = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
@@ -31,7 +31,9 @@ def command(model: str = "", out: str = "job.toml", report: Callable[[str], None
     if path.exists():
         raise ConfigError(f"{out} exists", hint="name another file with --out")
     config = tree["model"].get("config", {}) or _config_of(Path(model))
-    longest = min((config[key] for key in LENGTHS if key in config), default=256)
+    longest = min(
+        (config[key] for key in KEYS["max_position_embeddings"] if key in config), default=256
+    )
     run = {"dir": f"runs/{path.stem}", "steps": 100, "report_to": []}
     tree["data"] |= {"paths": Job.model_fields["data"].default.paths, "seq_len": min(256, longest)}
     tree["data"] |= {"batch_size": 2, "tokenizer": tree["data"].get("tokenizer", "bytes")}
@@ -55,10 +57,16 @@ def _model(model: str) -> dict[str, dict[str, Any]]:
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").is_file():
         data["tokenizer"] = str(folder / "tokenizer.json")
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
         return {"model": {"pretrained": model, "dtype": "fp32"}, "data": data}
-    kept = {k: v for k, v in config.items() if v is not None and k not in LEFT_OUT}
-    return {"model": {"dtype": "fp32", "config": kept}, "data": data}
+    kept = {k: v for k, v in config.items() if k not in LEFT_OUT}
+    plain = json.loads(json.dumps(kept), object_hook=_without_nulls)
+    return {"model": {"dtype": "fp32", "config": plain}, "data": data}
+
+
+def _without_nulls(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table without the keys whose value is null, which TOML lacks."""
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def _config_of(path: Path) -> dict[str, Any]:
@@ -94,7 +102,7 @@ def _commented(tree: Mapping[str, Mapping[str, Any]]) -> str:
         for key, value in table.items():
             comment = f"# {meaning_of(keys[key])}"
             if isinstance(value, Mapping):  # a table follows the plain keys of its section
-                inner += ["", comment, f"[{section}.{key}]", tomli_w.dumps(value).rstrip()]
+                inner += ["", comment, tomli_w.dumps({section: {key: value}}).rstrip()]
             else:
                 lines += [comment, tomli_w.dumps({key: value}).rstrip()]
         lines += inner

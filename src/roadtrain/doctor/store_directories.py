@@ -84,7 +84,8 @@ def _why_unusable(job: Job | None, run: str, at: PathReport) -> str:
     created = job is not None and (Path(at.path).is_relative_to(run) or "/" not in at.rest)
     if at.rest and not created:
         return f"does not exist, but {at.exists} does: is the disk mounted?"
-    return f"is not writable: {at.refused}" if at.refused else ""
+    # `_check_file_system` says how full a disk is
+    return f"is not writable: {at.refused}" if at.refused and "No space" not in at.refused else ""
 
 
 def _locked(directory: Path) -> Diagnosis:

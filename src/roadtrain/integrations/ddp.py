@@ -57,7 +57,6 @@ class Summation(TensorSums):
         token: The token of the spare hosts, or the path of a file that contains it (mode 600).
             Workers of several hosts use the token to authenticate each other, so several hosts need
             a token even without spare hosts.
-        token_file: The older name of `token`.
         budget: Memory in bytes for this process's reducers. If None, half of the free memory.
         deadline_s: Timeout of a sum, in seconds.
         tls: Certificate and key of this host, and the authority that signed the certificates of
@@ -81,7 +80,6 @@ class Summation(TensorSums):
     rule: str = "sum"
     address: str | None = None
     token: bytes | PathLike | None = None
-    token_file: PathLike | None = None
     budget: Size | None = None
     deadline_s: Deadline = 600.0
     tls: Tls | None = None
@@ -90,8 +88,6 @@ class Summation(TensorSums):
 
     def __post_init__(self) -> None:
         check_options(Summation, vars(self))
-        if self.token is not None and self.token_file is not None:
-            raise ConfigError("both token and token_file are set", hint="use token only")
         if not dist.is_initialized():
             raise ConfigError(
                 "no process group exists", hint="call torch.distributed.init_process_group()"
@@ -104,8 +100,7 @@ class Summation(TensorSums):
                 f"rule={self.rule!r} is not possible with format={self.format!r}",
                 hint="use rule='sum', or rule='accumulate' with format='' to store exact values",
             )
-        token = self.token if self.token_file is None else self.token_file
-        spares = SpareHosts(self.spares, self.spare_rates, token_of(token), self.tls)
+        spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         setup = SumSetup(
             rank=self.rank,

@@ -200,7 +200,7 @@ def speed(row: FitRow, cluster_file: str) -> tuple[float, float] | None:
             "placement": {"RAM": "zero-offload", "SSDs": "files", "server": "server"}[row.state],
             "micro_batch": training.samples,
             "activation_checkpointing": True,
-            "update_at": "gradient" if training.by_train else "step",
+            "update_at": "step",  # as `roadtrain init` clips gradients
             "sizes": {"parameter_bytes": size, "gradient_bytes": size, "state_bytes": state},
         }
     )
@@ -243,11 +243,9 @@ def command_of(row: FitRow, machine: Machine) -> str:
     ]
     options += [f"--budget.device {device}"] if device else []
     options += ["--store.files '[]'"] if row.state == "RAM" else []
-    if row.state == "SSDs" and machine.ssds > 1:
-        options.append(f"--store.files {','.join(stores)}")
+    options += [f"--store.files {','.join(stores)}"] * (row.state == "SSDs" and machine.ssds > 1)
     options += ["--servers.addresses HOST:4000"] if row.state == "server" else []
-    init = f"roadtrain init {model} --out job.toml"
-    return f"{init} && roadtrain train job.toml {' '.join(options)}"
+    return f"roadtrain init {model} --out job.toml && roadtrain train job.toml {' '.join(options)}"
 
 
 def text_of(rows: Sequence[FitRow], machine: Machine) -> str:

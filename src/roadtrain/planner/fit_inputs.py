@@ -38,7 +38,7 @@ from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes
 
 USABLE = 0.9  # fraction of a described machine's memory; the rest is the system's
-_SSD = re.compile(r"(?:(\d+)\s*x)?\s*([\d.]+\s*\w+/s)?,?\s*([\d.]+\s*\w+)?")
+_SSD = re.compile(r"(?:([1-9]\d*)\s*x)?\s*([\d.]+\s*\w+/s)?,?\s*([\d.]+\s*\w+)?")
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,14 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
 def _of_config(path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
     config = read_config(path)
     kind, name = str(config.get("model_type") or ""), path.resolve().parent.name or str(path)
-    pretrained = str(path.parent) if has_headers else str(path)
+    named = config.get("architectures") or ["CausalLM"] * (kind in TIED)
+    trained = any("CausalLM" in str(own) or "LMHead" in str(own) for own in named)
+    pretrained = str(path.parent if has_headers else path) * trained
     if (layout := layout_of_config(config)) is not None:
         shape = from_config(config, seq_len=seq_len)
         return FitModel(name, layout, replace(shape, name=name), pretrained=pretrained)
     why = f"no formula for a `{kind}`" + " with these keys" * (kind in TIED)
+    why += " (quantized, but counted in full precision)" * ("quantization_config" in config)
     if has_headers:
         model = _of_headers(path.parent, name, seq_len, config)
         why += ": its parameters are read from the headers of its safetensors files"
@@ -134,7 +137,8 @@ def _of_function(module: str, function: str) -> FitModel:
     """Measure the model that MODULE:FUNCTION returns. Imports torch."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, TypeError, ValueError) as cause:
+        next(model.parameters(), None)
+    except Exception as cause:
         raise ConfigError(
             f"{module}:{function} does not return a model and arguments: {cause}",
             hint="give a function without arguments that returns (model, batch, ...)",

@@ -38,9 +38,8 @@ from roadtrain.units import MIB, round_up
 # roadtrain and their code; measured with torch 2.13 on x86-64.
 LIBRARIES = 480 * MIB
 TRANSFORMERS = 110 * MIB  # what importing transformers and a model of it adds; measured
-SERVER = (
-    170 * MIB
-)  # resident memory of a server process with its kernels, without buffers; measured
+# Resident memory of a server process with its kernels, without buffers; measured
+SERVER = 170 * MIB
 DRIVER = 1500 * MIB  # host memory of an accelerator's driver and libraries; assumed
 CONTEXT = 1000 * MIB  # device memory of the driver and libraries; assumed
 SLACK = 16 * MIB  # the first slack of device.buffers.Heap
@@ -120,8 +119,7 @@ class PlacedLayout:
     @property
     def server_bytes(self) -> int:
         """The least memory of a server for one worker, in bytes."""
-        table, records = self.table, self.records
-        found = derive_server(table, records, 1 << 50, workers=1, holds_gradients=True)
+        found = derive_server(self.table, self.records, 1 << 50, workers=1, holds_gradients=True)
         return SERVER + found.least_bytes
 
 
@@ -135,8 +133,7 @@ class Training:
 
     @property
     def by_train(self) -> bool:
-        """Whether `roadtrain train` can run it; otherwise place() in a script can. In a script,
-        updates wait for step(), as place() has no `backwards_per_step`."""
+        """Whether `roadtrain train` can run it; otherwise place() in a script can."""
         return bool(self.model.pretrained) and not self.placed.rank
 
     @property
@@ -152,7 +149,8 @@ class Training:
         """Divide the budgets as the run does. `state`: "RAM", "SSDs" or "server". Raises
         BudgetError."""
         placed, served = self.placed, state == "server"
-        terms = BudgetTerms(state != "RAM", not self.by_train, not served)
+        # clipping holds gradients until all are there, as a script does until step()
+        terms = BudgetTerms(state != "RAM", True, not served)
         owners = tuple(range(directories)) if state == "SSDs" else ()
         records = {} if served else placed.records
         # `derive` sees the records of blocks of equal shape once

@@ -72,6 +72,22 @@ def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     assert job.data.seq_len == 64 and job.data.tokenizer == str(home / "tokenizer.json")
 
 
+def test_tables_of_a_config_are_below_it_and_lose_their_nulls(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": None}
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps({**CONFIG, "rope_scaling": scaling}))
+    written(str(source), tmp_path / "a.toml")
+    config = load_job(tmp_path / "a.toml").model.config
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_weights_that_cannot_be_read_are_not_replaced_by_random_values(tmp_path: Path) -> None:
+    home = folder(tmp_path / "model", weights=False)  # Rule 6
+    (home / "pytorch_model.bin").write_bytes(b"")
+    written(str(home), tmp_path / "a.toml")
+    assert load_job(tmp_path / "a.toml").model.pretrained == str(home)  # `train` refuses it
+
+
 def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path) -> None:
     home = folder(tmp_path / "model", weights=True)
     written(str(home), tmp_path / "a.toml")

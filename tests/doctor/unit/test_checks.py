@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 
@@ -259,6 +260,25 @@ def test_a_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     of = subject(tmp_path, named=True)
     assert alarms(store_directories.check_directories, of) == [("network-files", "slow")]
     assert alarms(store_directories.check_directories, replace(of, named=False)) == []
+
+
+def test_a_full_file_system_is_full_rather_than_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = host_report.report_host
+
+    def full(query: host_report.HostQuery) -> host_report.HostReport:
+        found = report(query)
+        [store] = found.stores
+        at = msgspec.structs.replace(store.at, refused="No space left on device")
+        store = msgspec.structs.replace(store, at=at)
+        return msgspec.structs.replace(found, stores=(store,))
+
+    monkeypatch.setattr(store_directories, "report_host", full)
+    monkeypatch.setattr(store_directories, "free_nbytes", lambda _: 0)
+    of = subject(tmp_path, named=True)
+    assert ("full", "wrong") in alarms(store_directories.check_directories, of)
+    assert ("directory", "wrong") not in alarms(store_directories.check_directories, of)
 
 
 def test_rates_of_disks(tmp_path: Path) -> None:

@@ -263,6 +263,16 @@ def test_a_function_gives_the_batch_and_the_tied_matrix(monkeypatch: pytest.Monk
     assert training(model).temporaries >= 3 * root
 
 
+def test_a_function_that_returns_no_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("no such dataset")
+
+    monkeypatch.setitem(sys.modules, "stranger", SimpleNamespace(text=lambda: "ab", fails=fails))
+    for function, why in (("text", "has no attribute"), ("fails", "no such dataset")):
+        with pytest.raises(ConfigError, match=f"does not return a model and arguments: .*{why}"):
+            model_of(f"stranger:{function}")
+
+
 def test_embeddings_of_an_encoder_and_a_decoder_are_not_an_output_layer() -> None:
     whole = torch.nn.Module()
     layers = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)]
@@ -327,8 +337,9 @@ def test_devices_and_machines() -> None:
         assert hint in caught.value.hint
     with pytest.raises(ConfigError, match="--ram 8 is 8 bytes"):
         machine_of("", "8", "")
-    with pytest.raises(ConfigError, match="--ssd 'fast' is not"):
-        machine_of("", "", "fast")
+    for ssd in ("fast", "0x7GB/s"):
+        with pytest.raises(ConfigError, match="is not a "):
+            machine_of("", "", ssd)
 
 
 def test_a_limit_of_the_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:  # Rule 4
@@ -353,6 +364,30 @@ def _write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
         at += size
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+
+
+def test_train_is_recommended_only_for_causal_language_models(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "vocab_size": 100, "hidden_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 96}
+    cases = [
+        ("llama", ["LlamaForCausalLM"], True),
+        ("llama", None, True),
+        ("gpt2", ["GPT2LMHeadModel"], True),
+        ("llama", ["LlamaForSequenceClassification"], False),
+    ]
+    for kind, architectures, trained in cases:
+        config = {"model_type": kind, "architectures": architectures, "n_positions": 64, **sizes}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        row = fit(model_of(str(tmp_path), 32), BIG)[0]
+        starts = "roadtrain init" if trained else "optimizer = roadtrain.place("
+        assert command_of(row, BIG).startswith(starts)
+
+
+def test_the_memory_in_ram_includes_gradients_that_wait_for_clipping() -> None:
+    """The job of `roadtrain init` clips gradients."""
+    row = fit(model_of("LLaMA-3-8B", 128), Machine("big", 1e12), dtype="bf16")[0]
+    held = row.training.placed.params * 2
+    assert row.state == "RAM" and row.least_host_bytes > row.training.placed.record_bytes + held
 
 
 def test_headers_of_safetensors(tmp_path: Path) -> None:

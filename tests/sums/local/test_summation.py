@@ -580,17 +580,11 @@ def test_sum_fsdp_requires_fully_shard():
         ("local", "no"),
         ("tls", 3),
         ("token", 7),
-        ("token_file", 7),
     ],
 )
 def test_a_wrong_option_of_the_hook_is_named(option, wrong):  # Rule 6
     with pytest.raises(RoadtrainError, match=f"Summation: `{option}` cannot be"):
         roadtrain.Summation(**{option: wrong})
-
-
-def test_a_token_has_one_name():
-    with pytest.raises(ConfigError, match="both token and token_file are set"):
-        roadtrain.Summation(token=b"a secret of the job", token_file="token")
 
 
 def test_the_hook_needs_a_process_group():
