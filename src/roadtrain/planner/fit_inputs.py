@@ -50,7 +50,7 @@ class FitModel:
         layout: The parameters.
         shape: The costs of a sample, with notes on what was assumed.
         measured: Whether a forward pass measured the bytes that the backward of a block needs.
-        pretrained: Directory with a config.json, for `roadtrain train`; "" if only place() trains
+        pretrained: The path that the user gave, for `roadtrain init`; "" if only place() trains
             this model.
         transformers: Whether the training process imports transformers.
         samples: Number of samples of the batch that MODULE:FUNCTION returned; else 1.
@@ -90,7 +90,7 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
     config_file = path / "config.json" if path.is_dir() else path
     has_headers = path.suffix == ".safetensors" or any(path.glob("*.safetensors"))
     if config_file.suffix == ".json" and (config_file.exists() or not has_headers):
-        return _of_config(config_file, has_headers and path.is_dir(), seq_len)
+        return _of_config(path, has_headers and path.is_dir(), seq_len)
     if has_headers:
         model = _of_headers(path, path.stem, seq_len)
         return replace(model, transformers=False)
@@ -99,12 +99,13 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
     return FitModel(shape.name, layout, shape, not has_tokens, transformers=has_tokens)
 
 
-def _of_config(path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
+def _of_config(given: Path, has_headers: bool, seq_len: int | None) -> FitModel:
+    path = given / "config.json" if given.is_dir() else given
     config = read_config(path)
     kind, name = str(config.get("model_type") or ""), path.resolve().parent.name or str(path)
     named = config.get("architectures") or ["CausalLM"] * (kind in TIED)
     trained = any("CausalLM" in str(own) or "LMHead" in str(own) for own in named)
-    pretrained = str(path.parent if has_headers else path) * trained
+    pretrained = str(given) * trained
     if (layout := layout_of_config(config)) is not None:
         shape = from_config(config, seq_len=seq_len)
         return FitModel(name, layout, replace(shape, name=name), pretrained=pretrained)
