@@ -31,9 +31,8 @@ def command(model: str = "", out: str = "job.toml", report: Callable[[str], None
     if path.exists():
         raise ConfigError(f"{out} exists", hint="name another file with --out")
     config = tree["model"].get("config", {}) or _config_of(Path(model))
-    longest = min(
-        (config[key] for key in KEYS["max_position_embeddings"] if key in config), default=256
-    )
+    lengths = (config.get(key) for key in KEYS["max_position_embeddings"])
+    longest = min(filter(None, lengths), default=256)
     run = {"dir": f"runs/{path.stem}", "steps": 100, "report_to": []}
     tree["data"] |= {"paths": Job.model_fields["data"].default.paths, "seq_len": min(256, longest)}
     tree["data"] |= {"batch_size": 2, "tokenizer": tree["data"].get("tokenizer", "bytes")}

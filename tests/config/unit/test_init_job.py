@@ -90,6 +90,7 @@ def test_weights_that_cannot_be_read_are_not_replaced_by_random_values(tmp_path:
 
 def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path) -> None:
     home = folder(tmp_path / "model", weights=True)
+    (home / "config.json").write_text(json.dumps({**CONFIG, "max_seq_len": None}))
     written(str(home), tmp_path / "a.toml")
     job = load_job(tmp_path / "a.toml")
     assert job.model.pretrained == str(home) and not job.model.config
