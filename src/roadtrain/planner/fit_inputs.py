@@ -99,13 +99,13 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
     return FitModel(shape.name, layout, shape, not has_tokens, transformers=has_tokens)
 
 
-def _of_config(given: Path, has_headers: bool, seq_len: int | None) -> FitModel:
-    path = given / "config.json" if given.is_dir() else given
+def _of_config(at: Path, has_headers: bool, seq_len: int | None) -> FitModel:
+    path = at / "config.json" if at.is_dir() else at
     config = read_config(path)
     kind, name = str(config.get("model_type") or ""), path.resolve().parent.name or str(path)
     named = config.get("architectures") or ["CausalLM"] * (kind in TIED)
     trained = any("CausalLM" in str(own) or "LMHead" in str(own) for own in named)
-    pretrained = str(given) * trained
+    pretrained = str(at) * trained
     if (layout := layout_of_config(config)) is not None:
         shape = from_config(config, seq_len=seq_len)
         return FitModel(name, layout, replace(shape, name=name), pretrained=pretrained)
