@@ -59,13 +59,13 @@ def _model(model: str) -> dict[str, dict[str, Any]]:
     if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
         return {"model": {"pretrained": model, "dtype": "fp32"}, "data": data}
     kept = {k: v for k, v in config.items() if k not in LEFT_OUT}
-    plain = json.loads(json.dumps(kept), object_hook=_without_nulls)
+    plain = json.loads(json.dumps(kept), object_hook=_with_nulls)
     return {"model": {"dtype": "fp32", "config": plain}, "data": data}
 
 
-def _without_nulls(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table without the keys whose value is null, which TOML lacks."""
-    return {key: value for key, value in table.items() if value is not None}
+def _with_nulls(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table with "null" in place of null, which TOML lacks. `config_of` reads it."""
+    return {key: "null" if value is None else value for key, value in table.items()}
 
 
 def _config_of(path: Path) -> dict[str, Any]:

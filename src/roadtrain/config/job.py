@@ -75,7 +75,7 @@ class RunSection(Section):
 
 class ModelSection(Section):
     config: dict[str, Any] = {}
-    """transformers config of a model to create: model_type and its own keys"""
+    """transformers config of a model to create: model_type and its own keys; "null" is its null"""
     pretrained: str | None = None
     """directory of a model to load, with config.json and safetensors files"""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

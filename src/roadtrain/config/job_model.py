@@ -6,7 +6,7 @@ Does not build the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def shape_of(job: Job) -> ModelShape | None:
     for the model."""
     job = with_vocabulary(job) if job.data.tokenizer == "bytes" else job
     try:
-        return from_config(_config_of(job), seq_len=job.data.seq_len)
+        return from_config(config_of(job), seq_len=job.data.seq_len)
     except ConfigError:
         return None
 
@@ -39,9 +39,8 @@ def shape_of(job: Job) -> ModelShape | None:
 def layers_of(job: Job) -> int:
     """Return the number of layers in the config of the job's model, or 0 if the config lacks the
     number."""
-    config = _config_of(job)
-    names = (name for name in KEYS["num_hidden_layers"] if name in config)
-    found = config.get(next(names, ""), 0)
+    config = config_of(job)
+    found = next((config[name] for name in KEYS["num_hidden_layers"] if name in config), 0)
     return found if isinstance(found, int) else 0
 
 
@@ -62,10 +61,10 @@ def check_model(planned: PlannedModel, job: Job) -> None:
             )
 
 
-def _config_of(job: Job) -> Mapping[str, Any]:
-    """Return the model's config, or {} if it cannot be read."""
+def config_of(job: Job) -> dict[str, Any]:
+    """Return the model's config, in which the job's "null" is None; {} if it cannot be read."""
     if not job.model.pretrained:
-        return job.model.config
+        return dict(json.loads(json.dumps(job.model.config).replace('"null"', "null")))
     try:
         return read_config(Path(job.model.pretrained, "config.json"))
     except ConfigError:

@@ -37,9 +37,6 @@ class _Settled(torch.Stream):
     def wait_event(self, event: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 

@@ -4,7 +4,7 @@ Everything in a lab is removed when its context ends, also after an error; `swee
 SIGKILL has left. Read `network.py` first (hosts, NICs, links), then `storage.py` (SSDs).
 """
 
-from roadtrain.lab.cpus import CpuLimit, cpus_available
+from roadtrain.lab.cpus import cpus_available
 from roadtrain.lab.hosts import LabHost
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.network import CARRIED, Network, loss_available, network_available
@@ -16,7 +16,6 @@ __all__ = [
     "CARD_MOST",
     "CARRIED",
     "PREFIX",
-    "CpuLimit",
     "LabHost",
     "LabLink",
     "LabNic",

@@ -320,11 +320,6 @@ class _Stream:
             self.device._clocks._handle_event_wait(event.number, self.number)
         self.put(event.done.wait)
 
-    def wait_stream(self, other: _Stream) -> None:
-        event = _Event(self.device)
-        event.record(other)
-        self.wait_event(event)
-
 
 class _Event:
     def __init__(self, device: EmulatedDevice) -> None:

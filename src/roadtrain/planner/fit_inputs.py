@@ -8,6 +8,7 @@ or the one that the options describe.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import re
 import shutil
@@ -116,9 +117,14 @@ def _of_config(at: Path, has_headers: bool, seq_len: int | None) -> FitModel:
         why += ": its parameters are read from the headers of its safetensors files"
         shape = replace(model.shape, notes=(why, *model.shape.notes))
         return replace(model, shape=shape, pretrained=pretrained)
-    counting = importlib.import_module("roadtrain.planner.model_config")
-    with slow_work("counting the model's modules", report=partial(print, file=sys.stderr)):
-        layout, shape = counting.counted(config, seq_len=seq_len, name=name)
+    gc.disable()  # collecting garbage takes a fifth of the time of importing transformers
+    try:
+        with slow_work("counting the model's modules", report=partial(print, file=sys.stderr)):
+            counting = importlib.import_module("roadtrain.planner.model_config")
+            layout, shape = counting.counted(config, seq_len=seq_len, name=name)
+    finally:
+        gc.freeze()  # what was imported stays
+        gc.enable()
     notes = (f"{why}: its modules were counted with transformers", *shape.notes)
     shape = replace(shape, notes=notes)
     return FitModel(name, layout, shape, True, pretrained)
@@ -149,14 +155,8 @@ def _of_function(module: str, function: str) -> FitModel:
     samples = len(args[0]) if args else 1
     shape = measure.shape_of(model, *args, samples=samples, name=function)
     layout = counting.layout_of(measure.split(model), shape.hidden)
-    return FitModel(
-        function,
-        layout,
-        shape,
-        measured=True,
-        transformers=any(type(m).__module__.startswith("transformers.") for m in model.modules()),
-        samples=samples,
-    )
+    imports = any(type(m).__module__.startswith("transformers.") for m in model.modules())
+    return FitModel(function, layout, shape, True, transformers=imports, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,8 @@ class Machine:
 
     def __str__(self) -> str:
         disk = "disk of unknown size" if self.disk is None else f"{show_bytes(self.disk)} of disk"
-        device = (
-            f"{self.device} with {show_bytes(self.device_bytes)}" if self.device else "no device"
-        )
+        memory = show_bytes(self.device_bytes)
+        device = f"{self.device} with {memory}" if self.device else "no device"
         return f"{self.name}: {device}, {show_bytes(self.ram)} of memory to use, {disk}"
 
 
@@ -237,10 +236,7 @@ def this_machine() -> Machine:
 
 def _nvidia() -> tuple[str, float] | None:
     """Return the name and the free memory in bytes of the first NVIDIA device, or None."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=3, check=True).stdout
         name, _, free = text.splitlines()[0].rpartition(",")

@@ -10,14 +10,17 @@ default, fp32 elements count as 2 bytes, as if the model had 16-bit elements.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.errors import ModelError
@@ -43,22 +46,16 @@ class Counts:
         """Return the shapes of the blocks, between those of the root block's parts before and after
         them. `shape`: returns the shape of a part from its name, its key in these counts, and its
         number of parameters."""
-        root, before = self._root(parts)
+        root = {id(p): p.numel() for _, p in parts.root.params}
+        modules = parts.root.module.modules()
+        tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+        before = sum(root.get(key, 0) for key in tables)
         layers = [
             shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
             for i, part in enumerate(parts.blocks)
         ]
-        output = replace(shape("output", "after", root - before), logits=self.logits)
+        output = replace(shape("output", "after", sum(root.values()) - before), logits=self.logits)
         return (shape("embedding", "before", before), *layers, output)
-
-    @staticmethod
-    def _root(parts: Split) -> tuple[int, int]:
-        """Return the number of parameters of the root block, and how many of them are in
-        embeddings."""
-        own = {id(p): p.numel() for _, p in parts.root.params}
-        modules = parts.root.module.modules()
-        tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-        return sum(own.values()), sum(own.get(key, 0) for key in tables)
 
 
 def count_forward(
@@ -81,68 +78,99 @@ def count_forward(
         sized: If True, elements have the size of their dtype. If False, fp32 elements count as
             2 bytes.
     """
-    hooks = _Counter(model, samples, sized)
-    handles: list[Any] = []
-    for part in parts.blocks:
-        enter = partial(hooks.enter, part.name)
-        handles.append(part.module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(part.module.register_forward_hook(hooks.leave))
-    keeping = torch.autograd.graph.saved_tensors_hooks(hooks.pack, lambda t: t)
-    try:
-        with hooks.counter, torch.enable_grad(), keeping:
-            result = model(*args, **kwargs)
-            hooks.note()
-    finally:
-        for hook in handles:
-            hook.remove()
+    counter = _Counter(model, samples, sized)
+    blocks = [(part.name, part.module) for part in parts.blocks]
+    runs = {
+        block: partial(counter.run, name, block.forward, _kind(block)) for name, block in blocks
+    }
+    keeping = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda t: t)
+    with replaced_forwards(runs), counter, torch.enable_grad(), keeping:
+        result = model(*args, **kwargs)
     logits = result if isinstance(result, torch.Tensor) else getattr(result, "logits", None)
     elements = 0.0
     if isinstance(logits, torch.Tensor) and logits.is_floating_point():
         elements = logits.numel() / samples
     flops, saved, inputs = (
         {key: n / samples for key, n in counts.items()}
-        for counts in (hooks.flops, hooks.saved, hooks.inputs)
+        for counts in (counter.flops, counter.saved, counter.inputs)
     )
-    return Counts(flops, saved, inputs, elements, *hooks.hidden)
+    return Counts(flops, saved, inputs, elements, *counter.hidden)
 
 
-class _Counter:
-    """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: the
-    width and the number of tokens of the activations between blocks."""
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within the `with` statement, replace the forward of each of these modules."""
+    own = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, before in own.items():
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the FLOPs and bytes of each block during a forward pass. `block`: the block that runs,
+    or "before" or "after". `hidden`: the width and the number of tokens of the activations between
+    blocks."""
 
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.samples, self.sized = samples, sized
-        self.own = {id(p) for p in model.parameters()} | {id(b) for b in model.buffers()}
-        self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        own = *model.parameters(), *model.buffers()
+        self.seen = {tensor.untyped_storage()._cdata for tensor in own}
         self.flops, self.saved = defaultdict[str, float](float), defaultdict[str, float](float)
         self.inputs: dict[str, float] = {}
-        self.running, self.hidden = ["before"], (0, 1)
-        self.counter, self.counted = FlopCounterMode(display=False), 0.0
-        self.kept: list[torch.Tensor] = []  # references that keep counted memory from being reused
+        self.block, self.hidden = "before", (0, 1)
+        # kind and inputs of blocks -> FLOPs, saved bytes and result of each run
+        self.runs = defaultdict[Any, list[tuple[float, float, Any]]](list)
+        self.kept: list[Any] = []  # references that keep counted memory from being reused
 
-    def note(self) -> None:
-        total = float(self.counter.get_total_flops())
-        self.flops[self.running[-1]] += total - self.counted
-        self.counted = total
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype == torch.bool or 1  # all elements of a mask are 1
+        result = func(*args, **(kwargs or {}))
+        if formula := flop_registry.get(getattr(func, "_overloadpacket", func)):
+            self.flops[self.block] += formula(*args, **(kwargs or {}), out_val=result)
+        return result
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         # views of the same memory are counted once
-        if id(tensor) not in self.own and storage._cdata not in self.seen:
+        if storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
             self.kept.append(tensor)
             width = tensor.element_size()
             elements = min(tensor.numel(), storage.nbytes() // width)
             halved = tensor.dtype == torch.float32 and not self.sized
-            self.saved[self.running[-1]] += (2 if halved else width) * elements
+            self.saved[self.block] += (2 if halved else width) * elements
         return tensor
 
-    def enter(
-        self, block: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        self.note()
-        self.running.append(block)
-        tensors = [t for t in (*args, *named.values()) if isinstance(t, torch.Tensor)]
+    def run(
+        self, block: str, forward: Callable[..., Any], kind: str, *args: Any, **named: Any
+    ) -> Any:
+        """Run the forward of a block. Where two blocks of this kind have run with such inputs, copy
+        the counts and the result of the second: the first also counts what all blocks share."""
+        self._note_inputs(block, [*args, *named.values()])
+        key = kind, repr([_plain(leaf) for leaf in tree_leaves((args, named))])
+        earlier, self.block = self.runs[key], block
+        flops, saved = self.flops[block], self.saved[block]
+        if len(earlier) < 2:
+            self.kept.append((args, named))  # an object that is kept keeps its id
+            result = forward(*args, **named)
+            earlier.append((self.flops[block] - flops, self.saved[block] - saved, result))
+        else:
+            more_flops, more_saved, result = earlier[1]
+            self.flops[block], self.saved[block] = flops + more_flops, saved + more_saved
+            result = tree_map_only(torch.Tensor, torch.clone, result)
+        self.block = "after"
+        return result
+
+    def _note_inputs(self, block: str, inputs: Sequence[Any]) -> None:
+        tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         nbytes = sum(2 * t.numel() for t in tensors if t.is_floating_point())
         self.inputs.setdefault(block, float(nbytes))
         if tensors and tensors[0].dim() > 1 and tensors[0].is_floating_point():
@@ -150,10 +178,24 @@ class _Counter:
             # an image has no tokens
             self.hidden = (last, max(1, whole // last)) if tensors[0].dim() == 3 else (whole, 1)
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        self.note()
-        self.running.pop()
-        self.running[0] = "after"
+
+def _kind(module: nn.Module) -> str:
+    """Describe what a module computes, but not with which values: blocks of the same kind have the
+    same counts."""
+    usual = {*vars(nn.Module()), "layer_idx"} - {"training"}
+    parts = []
+    for name, part in module.named_modules():
+        own = [(key, _plain(value)) for key, value in vars(part).items() if key not in usual]
+        tensors = [_plain(p) for p in (*part._parameters.values(), *part._buffers.values())]
+        parts.append((name, type(part), own, tensors))
+    return repr(parts)
+
+
+def _plain(value: Any) -> object:
+    """Return what counts depend on: the value, a tensor's shape, or the identity of an object."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    return value if isinstance(value, int | float | str | tuple | None) else id(value)
 
 
 def shape_of(

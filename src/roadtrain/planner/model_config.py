@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from roadtrain.config.families import ROOT, Layout
 from roadtrain.config.models import EXPERT_KEYS, KEYS, BlockShape, ModelShape, chosen_length
+from roadtrain.environment import need
 from roadtrain.errors import ConfigError
-from roadtrain.planner.measure import Counts, count_forward
+from roadtrain.planner.measure import Counts, count_forward, replaced_forwards
 from roadtrain.streaming.split import Split, split
 from roadtrain.units import show_params
 
@@ -94,7 +93,7 @@ def counted(
     model = _built(kind, config, made, notes)
     parts = split(model)
     experts = {part.name: _experts(part.module, text, kind) for part in parts.blocks}
-    with _skip_experts(model):
+    with replaced_forwards({module: _same for module, _ in _expert_modules(model)}):
         if model.main_input_name == "pixel_values":
             whole = _count_image(kind, model, parts, made, notes)
             tokens, ran, half = whole.tokens, whole.tokens, None
@@ -145,13 +144,7 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
             "the config has no `model_type`",
             hint="give the config.json of a transformers model; or " + OWN,
         )
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as cause:
-        raise ConfigError(
-            f"the parameters of a `{kind}` cannot be counted: transformers is not installed",
-            hint="`pip install 'roadtrain[hf]'`, or " + OWN,
-        ) from cause
+    transformers: Any = need("transformers", "hf")
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"transformers {transformers.__version__} does not know the model type `{kind}`",
@@ -236,30 +229,9 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
     ) from failure
 
 
-class _MetaValues(TorchDispatchMode):
-    """Supplies values for `meta` tensors, which have none: all elements of a mask are 1."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return args[0].dtype == torch.bool or 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _skip_experts(model: nn.Module) -> Iterator[None]:
-    """Within the `with` statement, make experts return their input."""
-
-    def same(hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        return hidden * 1
-
-    skipped: list[Any] = [module for module, _ in _expert_modules(model)]
-    for module in skipped:
-        module.forward = same
-    try:
-        yield
-    finally:
-        for module in skipped:
-            del module.forward
+def _same(hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Stand in for the forward of experts, which are counted separately."""
+    return hidden * 1
 
 
 def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
@@ -343,7 +315,7 @@ def _count_image(kind: str, model: Any, parts: Split, made: Any, notes: list[str
 
 def _forward(kind: str, model: Any, parts: Split, inputs: Mapping[str, Any]) -> Counts:
     try:
-        with _MetaValues(), torch.device("meta"):  # type: ignore[no-untyped-call]
+        with torch.device("meta"):
             return count_forward(model, parts, (), inputs, samples=1, sized=True)
     except FAILURES as cause:
         params = sum(p.numel() for p in model.parameters())

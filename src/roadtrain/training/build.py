@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from roadtrain.config.job import Job
+from roadtrain.config.job_model import config_of
 from roadtrain.device.choice import own_device
 from roadtrain.environment import need
 from roadtrain.errors import ConfigError
@@ -69,7 +70,7 @@ def build_config(job: Job) -> Any:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
             raise ConfigError(f"model.pretrained: no config.json in {job.model.pretrained!r}")
         return _causal(transformers.AutoConfig.from_pretrained, job.model.pretrained)
-    own = dict(job.model.config)
+    own = config_of(job)
     kind = own.pop("model_type")
     kinds = transformers.CONFIG_MAPPING.keys()
     if kind not in kinds:

@@ -11,8 +11,10 @@ import pytest
 from roadtrain import cli
 from roadtrain.config.init_job import command
 from roadtrain.config.job import all_keys, load_job
+from roadtrain.config.job_model import config_of
 from roadtrain.config.models import named_shape
 from roadtrain.errors import ConfigError
+from roadtrain.training.build import build_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,13 +74,18 @@ def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     assert job.data.seq_len == 64 and job.data.tokenizer == str(home / "tokenizer.json")
 
 
-def test_tables_of_a_config_are_below_it_and_lose_their_nulls(tmp_path: Path) -> None:
+def test_tables_and_nulls_of_a_config(tmp_path: Path) -> None:
+    """TOML lacks null, but a missing key is transformers' default, such as a sliding window of 4096
+    (Rule 6)."""
     scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": None}
+    config = {**CONFIG, "model_type": "mistral", "rope_scaling": scaling, "sliding_window": None}
     source = tmp_path / "config.json"
-    source.write_text(json.dumps({**CONFIG, "rope_scaling": scaling}))
+    source.write_text(json.dumps(config))
     written(str(source), tmp_path / "a.toml")
-    config = load_job(tmp_path / "a.toml").model.config
-    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    job = load_job(tmp_path / "a.toml")
+    assert job.model.config["sliding_window"] == "null"
+    assert config_of(job)["rope_scaling"] == scaling
+    assert build_config(job).sliding_window is None
 
 
 def test_weights_that_cannot_be_read_are_not_replaced_by_random_values(tmp_path: Path) -> None:

@@ -65,6 +65,49 @@ def test_saved_bytes_equal_those_kept_by_autograd() -> None:
     assert (block.saved, block.input) == (2 * 16, 2 * 16)
 
 
+class Repeating(Layer):
+    """A layer whose attribute decides how much it computes."""
+
+    runs = 0
+
+    def __init__(self, h: int, times: int) -> None:
+        super().__init__(h)
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Repeating.runs += 1
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+def test_two_blocks_of_each_kind_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts are those of a model whose blocks are all run, since no two are alike."""
+    monkeypatch.setattr(Repeating, "runs", 0)
+    found = []
+    for alike, runs in ((True, 4), (False, 9)):
+        with torch.device("meta"):
+            model, x = Model(), torch.zeros(4, 32, dtype=torch.long)
+            kinds = [Repeating(64, 2 if i in (1, 4, 8) else 1) for i in range(9)]
+        for layer in kinds:
+            layer.made_from = None if alike else object()
+        model.layers = nn.ModuleList(kinds)
+        Repeating.runs = 0
+        found.append(shape_of(model, x, samples=4, name="model"))
+        assert Repeating.runs == runs
+        assert not any("forward" in vars(layer) for layer in kinds)
+    assert found[0] == found[1]
+    assert found[0].blocks[2].flops == 2 * found[0].blocks[1].flops
+
+
+def test_frozen_blocks_are_another_kind() -> None:
+    model, x = on_meta()
+    model.layers = nn.ModuleList([Layer(64).to("meta") for _ in range(6)])
+    model.layers[4:].requires_grad_(False)
+    saved = [block.saved for block in shape_of(model, x, samples=4).blocks[1:7]]
+    assert saved[3] > saved[4] > 0 and saved[4] == saved[5]
+
+
 def test_a_failing_forward_is_reported() -> None:
     model, _ = on_meta()
     with pytest.raises(ModelError, match="Model's forward failed"):
