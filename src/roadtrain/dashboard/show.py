@@ -61,7 +61,7 @@ def command(
     token = token_of(token_file)
     host = probed_host(cluster) if cluster else None
     pages: Any = need("roadtrain.dashboard.page_server", "dashboard")
-    runs = [RunWatch(name) for name in run.split(",") if name]
+    runs = [RunWatch(name) for name in run.split(",")]
     new = partial(pages.Panels, runs, host, endurance_tbw)
     try:
         if png:

@@ -73,7 +73,11 @@ class Trackers:
         Args:
             line: A dict with "step", such as `{"loss": loss, **optimizer.metrics()}`. Tensors must
                 have a single element; texts are ignored.
+
+        Raises ConfigError for a line without "step".
         """
+        if "step" not in line:
+            raise ConfigError('the line has no "step"', hint="add **optimizer.metrics()")
         if not self._threads:
             return
         begins = line["step"] == 1

@@ -300,6 +300,7 @@ def test_the_timeline_of_a_run_that_repeats_steps(directory: Path) -> None:
     ("words", "message"),
     [
         (["nowhere"], "not a run directory"),
+        ([""], "not a run directory"),
         (["127.0.0.1:7000"], "names servers"),
         (["RUN", "--listen", "0.0.0.0:0"], "needs a token"),
         (["RUN", "--port", "1", "--listen", "127.0.0.1:0", "--token-file", "x"], "both set"),

@@ -276,6 +276,8 @@ def test_lines_of_a_run_are_logged_once_they_are_committed(
         trackers.follow(path, 5)
     assert logged == [1, 2, 3, 4]
     with Trackers(["fake"], tmp_path, report=lambda _: None) as trackers:
+        with pytest.raises(ConfigError, match='no "step"'):
+            trackers.log({"loss": 1.0})
         trackers.follow(path, 4)
     assert logged == [1, 2, 3, 4]
 
