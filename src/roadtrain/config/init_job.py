@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.job import Job, make_job
+from roadtrain.config.job_model import replaced
 from roadtrain.config.models import KEYS, SMALL, TRANSFORMERS, published_config, read_config
 from roadtrain.errors import ConfigError
 from roadtrain.options.names import did_you_mean
@@ -58,14 +58,9 @@ def _model(model: str) -> dict[str, dict[str, Any]]:
         data["tokenizer"] = str(folder / "tokenizer.json")
     if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
         return {"model": {"pretrained": model, "dtype": "fp32"}, "data": data}
-    kept = {k: v for k, v in config.items() if k not in LEFT_OUT}
-    plain = json.loads(json.dumps(kept), object_hook=_with_nulls)
-    return {"model": {"dtype": "fp32", "config": plain}, "data": data}
-
-
-def _with_nulls(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table with "null" in place of null, which TOML lacks. `config_of` reads it."""
-    return {key: "null" if value is None else value for key, value in table.items()}
+    # TOML has no null; config_of() puts it back
+    own = replaced({k: v for k, v in config.items() if k not in LEFT_OUT}, None, "null")
+    return {"model": {"dtype": "fp32", "config": own}, "data": data}
 
 
 def _config_of(path: Path) -> dict[str, Any]:

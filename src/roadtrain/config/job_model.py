@@ -6,7 +6,7 @@ Does not build the model.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from roadtrain.errors import ConfigError
 BYTES_VOCABULARY = 256  # number of different tokens of the tokenizer "bytes"
 
 
-def with_vocabulary(job: Job) -> Job:
-    """Return the job, with a vocabulary of 256 bytes if the model's config has no vocabulary
+def with_vocabulary(job: Job, size: int = BYTES_VOCABULARY) -> Job:
+    """Return the job, with a vocabulary of `size` tokens if the model's config has no vocabulary
     size."""
-    if job.model.pretrained or "vocab_size" in job.model.config:
+    if job.model.pretrained or {"vocab_size", "text_config"} & job.model.config.keys():
         return job
-    return job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
+    return job.changed({"model.config.vocab_size": size})
 
 
 def shape_of(job: Job) -> ModelShape | None:
@@ -61,10 +61,19 @@ def check_model(planned: PlannedModel, job: Job) -> None:
             )
 
 
+def replaced(value: Any, old: Any, new: Any) -> Any:
+    """Return a value of JSON with `new` in place of each value that equals `old`."""
+    if isinstance(value, Mapping):
+        return {key: replaced(inner, old, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [replaced(inner, old, new) for inner in value]
+    return new if value == old else value
+
+
 def config_of(job: Job) -> dict[str, Any]:
     """Return the model's config, in which the job's "null" is None; {} if it cannot be read."""
     if not job.model.pretrained:
-        return dict(json.loads(json.dumps(job.model.config).replace('"null"', "null")))
+        return dict(replaced(job.model.config, "null", None))
     try:
         return read_config(Path(job.model.pretrained, "config.json"))
     except ConfigError:

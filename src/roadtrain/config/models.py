@@ -273,9 +273,7 @@ def named_layout(name: str) -> Layout:
     each block. Raises ConfigError for an unknown name."""
     own = shape(name)
     if own.name not in TRANSFORMERS:
-        blocks: dict[str, Params] = {
-            block.name: {block.name: (block.params,)} for block in own.blocks
-        }
+        blocks: dict[str, Params] = {b.name: {b.name: (b.params,)} for b in own.blocks}
         return Layout({ROOT: {}, **blocks})
     config = published_config(own.name)
     made = layout({**config, "attn_pdrop": 0.0}, config)
@@ -361,13 +359,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     kind = str(config.get("model_type", ""))
     layout = layout_of_config(config)
     if layout is None:
-        raise ConfigError(
-            "no formula gives the number of parameters of a"
-            f" `{kind or 'model without model_type'}`"
-            + (" with these keys" if kind in TIED else ""),
-            hint="`pip install 'roadtrain[hf]'` to count the model's modules; or give --model"
-            " MODULE:FUNCTION",
-        )
+        raise ConfigError(f"no formula gives the number of parameters of a `{kind}`")
     longest = sizes_of(config, kind)["max_position_embeddings"]
     tokens, notes = chosen_length(seq_len, longest or None)
     return shape_of_layout(layout, tokens, kind, tuple(notes))
@@ -376,7 +368,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 def read_config(path: Path) -> dict[str, Any]:
     """Read a Hugging Face config.json. Raises ConfigError."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(), object_hook=_with_floats)
     except OSError as cause:
         raise ConfigError(f"cannot read {path}: {cause.strerror}") from cause
     except ValueError as cause:
@@ -387,6 +379,11 @@ def read_config(path: Path) -> dict[str, Any]:
             hint="give a Hugging Face config.json",
         )
     return config
+
+
+def _with_floats(table: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}; else the table."""
+    return float(table["__float__"]) if "__float__" in table else table
 
 
 def layout_of_config(config: Mapping[str, Any]) -> Layout | None:
@@ -456,7 +453,7 @@ def sizes_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     # gpt2 has an embedding row for each position; the other models need no maximum
     optional = ("intermediate_size",) if kind == "gpt2" else ("max_position_embeddings",)
     for name, value in found.items():
-        if not value and name not in optional:
+        if value < 1 and (value or name not in optional):
             raise ConfigError(
                 f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",
                 hint="a Hugging Face config.json of a transformer has one of these keys",

@@ -38,7 +38,7 @@ from roadtrain.units import parse_bytes, parse_flops, parse_rate, parse_seconds
 
 T = TypeVar("T")
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's types of unknown keys
-RULES = ConfigDict(extra="forbid", protected_namespaces=())
+RULES = ConfigDict(extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants")
 
 
 class Section(BaseModel):

@@ -347,10 +347,9 @@ def fit(
             f"--batch is {samples} and --rank is {rank}, but both must be at least 1",
             hint="omit them for the defaults",
         )
-    trainings = (
-        Training(model, PlacedLayout(model.layout, dtype, optimizer, own), samples)
-        for own in (0, rank)
-    )
+    layouts = [PlacedLayout(model.layout, dtype, optimizer, own) for own in (0, rank)]
+    # without matrices in blocks, LoRA trains nothing
+    trainings = [Training(model, placed, samples) for placed in layouts if placed.written_bytes]
     rows = [evaluate(training, state, machine) for training in trainings for state in STATES]
     return [replace(row, change=least_change(row, machine)) for row in rows]
 

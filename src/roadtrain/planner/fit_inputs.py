@@ -36,7 +36,7 @@ from roadtrain.environment import control_group_limit, free_memory
 from roadtrain.errors import ConfigError
 from roadtrain.retry import slow_work
 from roadtrain.storage.safetensors_io import open_dir
-from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes
+from roadtrain.units import MIB, parse_bytes, parse_rate, show_bytes, show_params
 
 USABLE = 0.9  # fraction of a described machine's memory; the rest is the system's
 _SSD = re.compile(r"(?:([1-9]\d*)\s*x)?\s*([\d.]+\s*\w+/s)?,?\s*([\d.]+\s*\w+)?")
@@ -91,23 +91,22 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
     config_file = path / "config.json" if path.is_dir() else path
     has_headers = path.suffix == ".safetensors" or any(path.glob("*.safetensors"))
     if config_file.suffix == ".json" and (config_file.exists() or not has_headers):
-        return _of_config(path, has_headers and path.is_dir(), seq_len)
+        return _of_config(path, config_file, has_headers and path.is_dir(), seq_len)
     if has_headers:
-        model = _of_headers(path, path.stem, seq_len)
-        return replace(model, transformers=False)
+        return replace(_of_headers(path, path.stem, seq_len), transformers=False)
     layout, shape = named_layout(name), named_shape(name, seq_len)
     has_tokens = shape.tokens > 1
     return FitModel(shape.name, layout, shape, not has_tokens, transformers=has_tokens)
 
 
-def _of_config(at: Path, has_headers: bool, seq_len: int | None) -> FitModel:
-    path = at / "config.json" if at.is_dir() else at
+def _of_config(at: Path, path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
+    """`at`: the path that the user gave. `path`: its config.json."""
     config = read_config(path)
     kind, name = str(config.get("model_type") or ""), path.resolve().parent.name or str(path)
     named = config.get("architectures") or ["CausalLM"] * (kind in TIED)
-    trained = any("CausalLM" in str(own) or "LMHead" in str(own) for own in named)
+    trained = any(re.search(r"CausalLM|(?<!With)LMHead", str(own)) for own in named)
     pretrained = str(at) * trained
-    if (layout := layout_of_config(config)) is not None:
+    if trained and (layout := layout_of_config(config)) is not None:
         shape = from_config(config, seq_len=seq_len)
         return FitModel(name, layout, replace(shape, name=name), pretrained=pretrained)
     why = f"no formula for a `{kind}`" + " with these keys" * (kind in TIED)
@@ -144,7 +143,9 @@ def _of_function(module: str, function: str) -> FitModel:
     """Measure the model that MODULE:FUNCTION returns. Imports torch."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
-        next(model.parameters(), None)
+        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        samples = len(args[0]) if args else 1
+        assert samples, "the batch has no samples"
     except Exception as cause:
         raise ConfigError(
             f"{module}:{function} does not return a model and arguments: {cause}",
@@ -152,8 +153,9 @@ def _of_function(module: str, function: str) -> FitModel:
         ) from cause
     measure = importlib.import_module("roadtrain.planner.measure")
     counting = importlib.import_module("roadtrain.planner.model_config")
-    samples = len(args[0]) if args else 1
     shape = measure.shape_of(model, *args, samples=samples, name=function)
+    note = f"{show_params(frozen)} frozen parameters are counted as if they were trained"
+    shape = replace(shape, notes=(note,) * (frozen > 0))
     layout = counting.layout_of(measure.split(model), shape.hidden)
     imports = any(type(m).__module__.startswith("transformers.") for m in model.modules())
     return FitModel(function, layout, shape, True, transformers=imports, samples=samples)
@@ -205,7 +207,7 @@ def machine_of(device: str, ram: str, ssd: str) -> Machine:
             raise ConfigError(f"--ram {ram} is {nbytes} bytes", hint=f"write --ram {ram}GB")
         machine = replace(machine, ram=USABLE * nbytes)
     if ssd:
-        machine = replace(machine, **{"disk": None, **_ssds(ssd)})
+        machine = replace(machine, **_ssds(ssd))
     return machine
 
 
@@ -215,12 +217,9 @@ def _ssds(text: str) -> dict[str, Any]:
     if found is None or not any(found.groups()):
         raise ConfigError(f"--ssd {text!r} is not a number of SSDs", hint="write 2x7GB/s,2TB")
     count = int(found[1] or 1)
-    options: dict[str, Any] = {"ssds": count}
-    if found[2]:
-        options["ssd_rate"] = count * parse_rate(found[2])
-    if found[3]:
-        options["disk"] = float(count * parse_bytes(found[3]))
-    return options
+    rate = count * parse_rate(found[2]) if found[2] else 0.0
+    disk = float(count * parse_bytes(found[3])) if found[3] else None
+    return {"ssds": count, "ssd_rate": rate, "disk": disk}
 
 
 def this_machine() -> Machine:

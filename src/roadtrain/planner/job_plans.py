@@ -43,10 +43,9 @@ def shape_of_job(job: Job) -> ModelShape:
         raise ConfigError("the job's model has no vocab_size", hint="set model.config.vocab_size")
     built = build.build_config(with_vocabulary(job)).to_dict()
     counting = importlib.import_module("roadtrain.planner.model_config")
-    counted: ModelShape = counting.shape_of_config(
-        built, seq_len=length, name=str(config["model_type"])
-    )
-    return counted
+    kind = str(config["model_type"])
+    shape: ModelShape = counting.shape_of_config(built, seq_len=length, name=kind)
+    return shape
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples, self.sized = samples, sized
-        own = *model.parameters(), *model.buffers()
-        self.seen = {tensor.untyped_storage()._cdata for tensor in own}
+        self.seen = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self.flops, self.saved = defaultdict[str, float](float), defaultdict[str, float](float)
         self.inputs: dict[str, float] = {}
         self.block, self.hidden = "before", (0, 1)

@@ -31,7 +31,7 @@ from roadtrain.planner.measure import Counts, count_forward, replaced_forwards
 from roadtrain.streaming.split import Split, split
 from roadtrain.units import show_params
 
-OWN = "give --model MODULE:FUNCTION, a function that returns the model (on `meta`) and a batch"
+OWN = "give MODULE:FUNCTION as the model, a function that returns the model (on `meta`) and a batch"
 # keys that a config must have, because they determine the size
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 # keys that transformers may fill in with a default, which a note of the shape reports

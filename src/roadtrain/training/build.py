@@ -5,8 +5,10 @@ The model must be a causal language model of `transformers`. Nothing is download
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from roadtrain.config.job import Job
-from roadtrain.config.job_model import config_of
+from roadtrain.config.job_model import config_of, with_vocabulary
 from roadtrain.device.choice import own_device
 from roadtrain.environment import need
 from roadtrain.errors import ConfigError
@@ -24,7 +26,7 @@ from roadtrain.training.data import Tokens
 from roadtrain.training.progress import Report
 
 # keys that transformers accepts, but does not list
-_OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
+_OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype", "bos_token_id", "eos_token_id"}
 
 
 def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
@@ -46,9 +48,8 @@ def fitted(job: Job, tokens: Tokens) -> Job:
 
     Raises ConfigError if the text does not fit the model.
     """
-    if not job.model.pretrained and "vocab_size" not in job.model.config:
-        job = job.changed({"model.config.vocab_size": tokens.vocab_size})
-    config = build_config(job)
+    job = with_vocabulary(job, tokens.vocab_size)
+    config = build_config(job).get_text_config(decoder=True)
     places = getattr(config, "max_position_embeddings", None) or job.data.seq_len
     if config.vocab_size < tokens.vocab_size or places < job.data.seq_len:
         raise ConfigError(
@@ -79,10 +80,18 @@ def build_config(job: Job) -> Any:
         )
     plain = transformers.AutoConfig.for_model(kind)
     keys = {*plain.to_dict(), *plain.attribute_map, *_OLD_CONFIG_KEYS}
-    for key in own:
-        if key not in keys:
-            raise ConfigError(f"unknown key `model.config.{key}`", hint=did_you_mean(key, keys))
+    unknown = sorted(own.keys() - keys)
+    for key in unknown:  # published configs have keys of other libraries, but no misspelled ones
+        if meant := did_you_mean(key, keys, least=0.9):
+            raise ConfigError(f"unknown key `model.config.{key}`", hint=meant)
+    if unknown:
+        _note(", ".join(unknown))
     return _causal(transformers.AutoConfig.for_model, kind, **own)
+
+
+@functools.cache
+def _note(keys: str) -> None:
+    print(f"model.config: not listed by transformers, which gets them: {keys}", file=sys.stderr)
 
 
 def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
@@ -91,7 +100,10 @@ def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
     except Exception as cause:  # the configs of transformers raise errors of various classes
         why = " ".join(str(cause).split())
         raise ConfigError(f"transformers does not accept the config of {name}: {why}") from cause
-    if type(config) not in need("transformers", "hf").MODEL_FOR_CAUSAL_LM_MAPPING:
+    transformers = need("transformers", "hf")
+    both_ways = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    masked = both_ways and not getattr(config, "is_decoder", False)
+    if masked or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"`{config.model_type}` is not a causal language model, which `train` needs",
             hint="use place() in a script of your own for any other model",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roadtrain import cli
 from roadtrain.config.init_job import command
 from roadtrain.config.job import all_keys, load_job
-from roadtrain.config.job_model import config_of
+from roadtrain.config.job_model import config_of, with_vocabulary
 from roadtrain.config.models import named_shape
 from roadtrain.errors import ConfigError
 from roadtrain.training.build import build_config
@@ -86,6 +88,54 @@ def test_tables_and_nulls_of_a_config(tmp_path: Path) -> None:
     assert job.model.config["sliding_window"] == "null"
     assert config_of(job)["rope_scaling"] == scaling
     assert build_config(job).sliding_window is None
+
+
+def test_keys_that_transformers_does_not_list(tmp_path: Path, capsys: Any) -> None:
+    """Published configs have keys that only a model's code reads, or nobody; a misspelled key is
+    refused (Rule 6)."""
+    more = {"use_mrope": False, "aux_loss_alpha": 0.5, "eos_token_id": [1, 2]}
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps(CONFIG | more | {"x": [1, None], "y": {"null": 1}}))
+    written(str(source), tmp_path / "a.toml")
+    config = build_config(load_job(tmp_path / "a.toml"))
+    assert {key: getattr(config, key) for key in more} == more
+    assert config.x == [1, None] and config.y == {"null": 1}
+    assert "aux_loss_alpha, use_mrope, x, y" in capsys.readouterr().err
+    source.write_text(json.dumps(CONFIG | {"num_hiden_layers": 3}))
+    written(str(source), tmp_path / "b.toml")
+    with pytest.raises(ConfigError, match="num_hiden_layers`\nhint: did you mean `num_hidden_lay"):
+        build_config(load_job(tmp_path / "b.toml"))
+
+
+def test_infinity_in_a_list(tmp_path: Path) -> None:
+    """As transformers 4 and 5 write it; the run's own job.toml has it too."""
+    sizes = {"num_heads": 8, "head_dim": 8, "vocab_size": 300, "num_hidden_layers": 2}
+    for text in ("Infinity", '{"__float__": "Infinity"}'):
+        config = json.dumps({"model_type": "mamba2", "hidden_size": 32, **sizes})
+        (tmp_path / "config.json").write_text(f'{config[:-1]}, "time_step_limit": [0.0, {text}]}}')
+        (tmp_path / "a.toml").unlink(missing_ok=True)
+        written(str(tmp_path / "config.json"), tmp_path / "a.toml")
+        job = load_job(tmp_path / "a.toml")
+        (tmp_path / "again.toml").write_text(job.to_toml())
+        limit = build_config(load_job(tmp_path / "again.toml")).time_step_limit
+        assert list(limit) == [0.0, math.inf]
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "vit"])
+def test_models_that_see_the_next_token_are_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 32}))
+    written(str(tmp_path / "config.json"), tmp_path / "a.toml")
+    with pytest.raises(ConfigError, match=f"`{kind}` is not a causal language model"):
+        build_config(load_job(tmp_path / "a.toml"))
+
+
+def test_the_vocabulary_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {"vocab_size": 300, "hidden_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    written(str(tmp_path / "config.json"), tmp_path / "a.toml")
+    job = load_job(tmp_path / "a.toml")
+    assert with_vocabulary(job) == job
+    assert build_config(job).get_text_config().vocab_size == 300
 
 
 def test_weights_that_cannot_be_read_are_not_replaced_by_random_values(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from roadtrain import cli, environment
 from roadtrain.chunks import ChunkTable, record
 from roadtrain.config.job import load_job, parse_overrides
 from roadtrain.config.models import layout_of_config, shape_of_layout
-from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.errors import BudgetError, ConfigError, ModelError
 from roadtrain.options.budgets import (
     LEAST_ACTIVATIONS,
     BudgetTerms,
@@ -273,6 +273,39 @@ def test_a_function_that_returns_no_model_is_refused(monkeypatch: pytest.MonkeyP
             model_of(f"stranger:{function}")
 
 
+def test_a_function_with_frozen_parts_or_an_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen() -> tuple[torch.nn.Module, torch.Tensor]:
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+        model[0].requires_grad_(False)
+        return model, torch.zeros(2, 8)
+
+    found = {"frozen": frozen, "empty": lambda: (frozen()[0], torch.zeros(0, 8))}
+    found |= {"number": lambda: (frozen()[0], 5), "lazy": lambda: (torch.nn.LazyLinear(8),)}
+    monkeypatch.setitem(sys.modules, "stranger", SimpleNamespace(**found))
+    assert model_of("stranger:frozen").shape.notes == (
+        "72 frozen parameters are counted as if they were trained",
+    )
+    for function, why in (("empty", "no samples"), ("number", "no len"), ("lazy", "uninitialized")):
+        with pytest.raises((ConfigError, ModelError), match=why):
+            model_of(f"stranger:{function}")
+
+
+def test_without_matrices_there_are_no_rows_of_lora() -> None:
+    for name in ("ResNet-50", "VGG-16"):
+        rows = fit(model_of(name), BIG)
+        assert [row.kind for row in rows] == ["full"] * 3 and best_of(rows) is not None
+
+
+def test_a_model_of_another_class_is_not_counted_by_the_formula(tmp_path: Path) -> None:
+    config = LLAMA | {"num_hidden_layers": 2}
+    for architecture, params in (("LlamaForCausalLM", 0), ("LlamaModel", -4000 * 256)):
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, "architectures": [architecture]})
+        )
+        expected = shape_of_layout(layout_of_config(config), 64, "").params + params  # type: ignore[arg-type]
+        assert model_of(str(tmp_path), 64).shape.params == expected
+
+
 def test_embeddings_of_an_encoder_and_a_decoder_are_not_an_output_layer() -> None:
     whole = torch.nn.Module()
     layers = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)]
@@ -374,6 +407,7 @@ def test_train_is_recommended_only_for_causal_language_models(tmp_path: Path) ->
         ("llama", ["LlamaForCausalLM"], True),
         ("llama", None, True),
         ("gpt2", ["GPT2LMHeadModel"], True),
+        ("t5", ["T5WithLMHeadModel"], False),
         ("llama", ["LlamaForSequenceClassification"], False),
     ]
     for kind, architectures, trained in cases:
