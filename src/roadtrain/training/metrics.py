@@ -137,8 +137,8 @@ def metrics_files(run: Path) -> dict[int, Path]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of the file; [] if there is no file."""
-    return [line for line, _ in _read(path)]
+    """Return all intact lines of the file, also after a damaged line; [] if there is no file."""
+    return [line for line, _ in _raw(path) if line]
 
 
 def sessions_in(path: Path) -> dict[int, str]:

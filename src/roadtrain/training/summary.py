@@ -65,7 +65,7 @@ def rows(
         removes = shlex.join(["rm", "-r", job.run.dir, *outside])
         out.append(("on disk", f"{show_bytes(used)}; {removes} removes it"))
     again = f"{program} {shlex.join(['train', str(job.run_dir / 'job.toml')])}"
-    again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
+    again += "" if summary.stopped else f" --run.steps {2 * max(job.run.steps, summary.steps)}"
     kept = job.store.files or job.servers.addresses
     resume = resume_command(summary, again) if kept else "not possible: the state was in memory"
     return [*loss_rows(job, summary), *out, ("to continue", resume)]

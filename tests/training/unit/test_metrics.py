@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import DamagedError, FullError
-from roadtrain.training.metrics import Metrics, committed_by, read_metrics
+from roadtrain.training.metrics import Metrics, committed_by, read_metrics, sessions_in
 
 
 @pytest.fixture
@@ -60,6 +60,15 @@ def test_a_damaged_line_is_an_error_and_leaves_the_file_unchanged(path: Path, at
     with pytest.raises(DamagedError, match="the lines of the last steps are missing"):
         Metrics(path, 5)
     assert path.read_bytes() == content
+
+
+def test_a_damaged_line_hides_no_later_line(path: Path) -> None:
+    """Rule 6: `status` shows the last step, and resuming blames this file, not the store."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"garbage{{\n", *lines[3:]]))
+    assert steps(path) == [1, 2, 4, 5] and [*sessions_in(path)] == [1, 2, 4, 5]
+    with pytest.raises(DamagedError, match="the last intact line is of step 2"):
+        Metrics(path, 5)
 
 
 def test_lines_prove_committed_steps(path: Path, tmp_path: Path) -> None:
