@@ -95,8 +95,7 @@ def model_of(name: str, seq_len: int | None = None) -> FitModel:
     if has_headers:
         return replace(_of_headers(path, path.stem, seq_len), transformers=False)
     layout, shape = named_layout(name), named_shape(name, seq_len)
-    has_tokens = shape.tokens > 1
-    return FitModel(shape.name, layout, shape, not has_tokens, transformers=has_tokens)
+    return FitModel(shape.name, layout, shape, shape.tokens == 1, transformers=shape.tokens > 1)
 
 
 def _of_config(at: Path, path: Path, has_headers: bool, seq_len: int | None) -> FitModel:
@@ -145,7 +144,8 @@ def _of_function(module: str, function: str) -> FitModel:
         model, *args = getattr(importlib.import_module(module), function)()
         frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
         samples = len(args[0]) if args else 1
-        assert samples, "the batch has no samples"
+        if not samples:
+            raise ValueError("the batch has no samples")
     except Exception as cause:
         raise ConfigError(
             f"{module}:{function} does not return a model and arguments: {cause}",

@@ -91,7 +91,10 @@ def build_config(job: Job) -> Any:
 
 @functools.cache
 def _note(keys: str) -> None:
-    print(f"model.config: not listed by transformers, which gets them: {keys}", file=sys.stderr)
+    print(
+        f"model.config: passed on to transformers, which does not list them: {keys}",
+        file=sys.stderr,
+    )
 
 
 def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:

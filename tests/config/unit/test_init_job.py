@@ -108,7 +108,7 @@ def test_keys_that_transformers_does_not_list(tmp_path: Path, capsys: Any) -> No
 
 
 def test_infinity_in_a_list(tmp_path: Path) -> None:
-    """As transformers 4 and 5 write it; the run's own job.toml has it too."""
+    """transformers 4 and 5 write it in two ways; the run's own job.toml keeps it."""
     sizes = {"num_heads": 8, "head_dim": 8, "vocab_size": 300, "num_hidden_layers": 2}
     for text in ("Infinity", '{"__float__": "Infinity"}'):
         config = json.dumps({"model_type": "mamba2", "hidden_size": 32, **sizes})
