@@ -91,10 +91,7 @@ def build_config(job: Job) -> Any:
 
 @functools.cache
 def _note(keys: str) -> None:
-    print(
-        f"model.config: passed on to transformers, which does not list them: {keys}",
-        file=sys.stderr,
-    )
+    print(f"model.config: passed on, though transformers lists no {keys}", file=sys.stderr)
 
 
 def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
